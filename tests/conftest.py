@@ -2,7 +2,8 @@
 
 import os
 
-# Set before jax is first imported, and only where nobody chose: JAX_PLATFORMS=cuda runs the tests on a GPU.
+# Set before jax is first imported, and only where nobody chose: JAX_PLATFORMS=cuda runs the tests on
+# a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
@@ -15,16 +16,17 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-# The same examples in each run, no deadline (a first call compiles), and no complaint about a slow machine. The `x64`
-# fixture holds for all examples of a test alike, so the check against fixtures that hypothesis does not reset is off.
-_COMMON = dict(
-    deadline=None,
-    database=None,
-    suppress_health_check=[
+# The same examples in each run, no deadline (a first call compiles), and no complaint about a slow
+# machine. The `x64` fixture holds for all examples of a test alike, so the check against fixtures
+# that hypothesis does not reset is off.
+_COMMON = {
+    "deadline": None,
+    "database": None,
+    "suppress_health_check": [
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.function_scoped_fixture,
     ],
-)
+}
 hypothesis.settings.register_profile("ci", derandomize=True, max_examples=20, **_COMMON)
 # `pytest --hypothesis-profile=thorough` draws other and more examples, for a search by hand.
 hypothesis.settings.register_profile("thorough", max_examples=500, **_COMMON)

@@ -1,4 +1,4 @@
-"""BUILD names every test, example and module, and only files that exist; its test targets can fail."""
+"""BUILD names every test, example and module, and only files that exist; its tests can fail."""
 
 import ast
 import glob as globbing

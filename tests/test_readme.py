@@ -39,9 +39,13 @@ def commands(text):
 
 def check_commands(found):
     """Raise unless each command names files, flags and extras that exist."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for words in found:
-        for extra in re.findall(r"(?<=\[)[\w,-]+(?=\])", " ".join(words) if "pip" in words[0] else ""):
+        for extra in re.findall(
+            r"(?<=\[)[\w,-]+(?=\])", " ".join(words) if "pip" in words[0] else ""
+        ):
             assert set(extra.split(",")) <= set(extras), f"no extra is called {extra}"
         scripts = [word for word in words if word.endswith(".py")]
         for script in scripts:
@@ -73,7 +77,11 @@ def test_the_runner_fails_with_the_code():
 def test_commands_name_what_exists():
     found = commands(README)
     check_commands(found)
-    bad = ["pip install -e '.[none]'", "python examples/none.py", "python tests/test_readme.py --none"]
+    bad = [
+        "pip install -e '.[none]'",
+        "python examples/none.py",
+        "python tests/test_readme.py --none",
+    ]
     for line in bad:
         try:
             check_commands(commands(f"```bash\n{line}\n```"))
@@ -83,7 +91,7 @@ def test_commands_name_what_exists():
 
 
 def test_set_up_takes_two_lines():
-    """One line from nothing to the main job, and one to the tests: `.ci/run` runs them as they stand."""
+    # `.ci/run` runs them as they stand.
     lines = [line for _, block in blocks(README, "bash") for line in block.splitlines()]
     set_up = [line for line in lines if line.startswith("python3 -m venv ")]
     assert len(set_up) == 2

@@ -2,8 +2,8 @@
 
 import os
 
-# Set before jax is first imported, and only where nobody chose: JAX_PLATFORMS=cuda runs the tests on
-# a GPU.
+# Set before jax is first imported, and only where nobody chose: JAX_PLATFORMS=cuda runs the tests
+# on a GPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _DEVICES = "--xla_force_host_platform_device_count"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):

@@ -1,0 +1,152 @@
+"""Norms and weighted sums of per-example gradients.
+
+Letters: B examples. A leaf is a per-example gradient `[B, *shape]`: an array, or an object that
+stands for one and offers `square_norms() -> [B]` and `weighted_sum(weights) -> shape`
+(`perex.PerExample`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class ScaledNorms(NamedTuple):
+    """Norms of B vectors, `scale * sqrt(squares)`, of which neither part overflows or underflows.
+
+    `scale` is zero or a power of two `[B]`, `squares` is `[B]`. A vector that holds Inf or NaN has
+    Inf or NaN squares.
+    """
+
+    scale: jax.Array
+    squares: jax.Array
+
+    def values(self) -> jax.Array:
+        """Return the norms `[B]`; infinite where the norm itself is too large for the dtype."""
+        return self.scale * jnp.sqrt(self.squares)
+
+
+def is_factored(leaf: Any) -> bool:
+    """Say whether a leaf stands for an array by its methods."""
+    return hasattr(leaf, "square_norms") and hasattr(leaf, "weighted_sum")
+
+
+def at_least_float32(dtype: Any) -> np.dtype:
+    """Return the real dtype to take norms of `dtype` in: its own, or float32 if it is smaller."""
+    return jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)
+
+
+def square_norms(leaf: Any) -> ScaledNorms:
+    """Return the norms of each example of one leaf.
+
+    The squares are summed as they are, which is one pass over the leaf. Only where some example's
+    sum is so large or small that squares may have overflowed or underflowed, all is done again with
+    each example scaled by its largest entry, and just those examples take the second result: no
+    example's norm depends on another example.
+
+    Args:
+      leaf: an array `[B, *shape]`, real or complex, or a factored leaf.
+
+    Returns:
+      The norms, `[B]`, in at least float32.
+    """
+    if is_factored(leaf):
+        return from_square_norms(leaf.square_norms())
+    dtype = at_least_float32(leaf.dtype)
+    axes = tuple(range(1, leaf.ndim))
+    size = max(1, math.prod(leaf.shape[1:]))
+    info = jnp.finfo(dtype)
+
+    def parts(scaling=None):
+        for part in (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,):
+            part = part.astype(dtype)
+            yield part if scaling is None else part * jnp.expand_dims(scaling, axes)
+
+    def sum_squares(scaling=None):
+        return sum(jnp.sum(part * part, axes) for part in parts(scaling))
+
+    squares = jnp.asarray(sum_squares())
+    # Each square below `tiny` may be lost: together at most size * tiny, which is rounding beside a
+    # sum above `low`.
+    low = float(info.tiny) * size / float(info.eps)
+    usable = (squares >= low) & (squares <= float(info.max))
+
+    def as_is():
+        return ScaledNorms(jnp.ones_like(squares), squares)
+
+    def rescaled():
+        largest = jnp.zeros_like(squares)
+        for part in parts():
+            largest = jnp.maximum(largest, jnp.max(jnp.abs(part), axes, initial=0.0))
+        scale = _power_of_two(largest)
+        again = jnp.asarray(sum_squares(1 / jnp.where(scale == 0, 1, scale)))
+        return ScaledNorms(jnp.where(usable, 1, scale), jnp.where(usable, squares, again))
+
+    return jax.lax.cond(jnp.all(usable), as_is, rescaled)
+
+
+def from_square_norms(squares: jax.Array) -> ScaledNorms:
+    """Take square norms `[B]` as they come; what lies below zero by rounding counts as zero."""
+    squares = jnp.asarray(squares)
+    squares = jnp.maximum(squares.astype(at_least_float32(squares.dtype)), 0)
+    scale = _power_of_two(jnp.sqrt(squares))
+    divisor = jnp.where(scale == 0, 1, scale)
+    # Twice, because the square of the scale can be out of range.
+    return ScaledNorms(scale, squares / divisor / divisor)
+
+
+def combine_norms(norms: Sequence[ScaledNorms]) -> ScaledNorms:
+    """Return the norms of the concatenation of vectors whose norms are given."""
+    scale = norms[0].scale
+    for other in norms[1:]:
+        scale = jnp.maximum(scale, other.scale)
+    divisor = jnp.where(scale == 0, 1, scale)
+    squares = jnp.zeros_like(scale)
+    for part in norms:
+        squares = squares + part.squares * jnp.square(part.scale / divisor)
+    return ScaledNorms(scale, squares)
+
+
+def _power_of_two(largest: jax.Array) -> jax.Array:
+    """Return a power of two near each value above zero, zero for zero, one for Inf and NaN."""
+    info = jnp.finfo(largest.dtype)
+    _, exponent = jnp.frexp(largest)
+    # Within these bounds the scale and its inverse are both normal numbers.
+    exponent = jnp.clip(exponent, info.minexp + 2, -info.minexp - 2)
+    scale = jnp.ldexp(jnp.ones_like(largest), exponent)
+    return jnp.where(largest == 0, 0, jnp.where(jnp.isfinite(largest), scale, 1))
+
+
+def weighted_sum(leaf: Any, weights: jax.Array) -> jax.Array:
+    """Return the sum of the examples of one leaf, each times its weight.
+
+    An example of weight exactly zero is left out by select, so it may hold Inf or NaN. A select of
+    the whole leaf costs ten times the product, so the product is tried first: it is finite unless
+    such an example spoils it.
+
+    Args:
+      leaf: an array `[B, *shape]` or a factored leaf.
+      weights: `[B]`, finite.
+
+    Returns:
+      An array of the leaf's `shape`, in at least float32.
+    """
+    if is_factored(leaf):
+        return leaf.weighted_sum(weights)
+    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    weights = weights.astype(at_least_float32(leaf.dtype))
+
+    def product(leaf):
+        return jnp.tensordot(
+            weights.astype(dtype), leaf.astype(dtype), 1, precision=jax.lax.Precision.HIGHEST
+        )
+
+    def selected():
+        keep = jnp.expand_dims(weights != 0, tuple(range(1, leaf.ndim)))
+        return product(jnp.where(keep, leaf, 0))
+
+    total = product(leaf)
+    return jax.lax.cond(jnp.all(jnp.isfinite(total)), lambda: total, selected)

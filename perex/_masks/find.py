@@ -1,0 +1,285 @@
+"""Finds the masks of convolution kernels in a program.
+
+A kernel that was masked is zero at certain entries whatever the weights are. Which ones is found by
+following these zeros from where they arise, a product with a known array or a selection by a
+known condition, through whatever keeps them zeros: casts, rearrangements, scalings, sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from perex._compat import primitives as p
+from perex._masks.plan import MaskPlan, plan_at_run_time, plan_known
+from perex._trace import Equation, Program
+
+# No more numbers than these are computed at trace time to get to know a mask.
+_MOST_NUMBERS = 1 << 24
+_DEEPEST = 100
+
+_LAYOUT = {
+    p.transpose_p, p.reshape_p, p.broadcast_in_dim_p, p.squeeze_p, p.rev_p, p.slice_p,
+}  # fmt: skip
+# Elementwise functions with f(0) = 0.
+_ZERO_TO_ZERO = {
+    p.convert_element_type_p, p.reduce_precision_p, p.copy_p, p.stop_gradient_p, p.neg_p, p.abs_p,
+    p.sign_p, p.tanh_p, p.sin_p, p.sqrt_p, p.square_p, p.real_p, p.imag_p, p.conj_p, p.round_p,
+    p.floor_p, p.ceil_p,
+}  # fmt: skip
+_KEEPS_MASK = {p.convert_element_type_p, p.copy_p, p.stop_gradient_p}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunTimeMask:
+    """A mask whose value is known only when the program runs.
+
+    Attributes:
+      variable: the variable that holds it.
+      zero: its value where the kernel is masked.
+      layout: the rearrangements from there to the kernel, in order.
+    """
+
+    variable: int
+    zero: int
+    layout: tuple[Equation, ...]
+
+    def acts(self, value: jax.Array) -> jax.Array:
+        """Returns a boolean array of the kernel's shape, False where the kernel is masked."""
+        value = value != self.zero
+        for equation in self.layout:
+            value = equation.primitive.bind(value, **equation.params)
+        return value
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """The mask of one convolution.
+
+    Attributes:
+      plan: how to compute the convolution.
+      mask: the mask, if it becomes known only at run time.
+    """
+
+    plan: MaskPlan
+    mask: RunTimeMask | None = None
+
+    def apply(self, x: jax.Array, kernel: jax.Array, mask: Any = None) -> jax.Array:
+        """Evaluates the equation; ``mask`` is the value of ``self.mask.variable``."""
+        acts = None if self.mask is None else self.mask.acts(mask)
+        return self.plan.convolve(x, kernel, acts)
+
+
+class Knowledge:
+    """What is known of the values in a program before it runs.
+
+    Args:
+      program: the program.
+      values: values of some of the inputs; only read where a kernel depends on them.
+      outer: for the body of a loop or a branch: the knowledge of the enclosing program, and for some
+        of the body's inputs the outer variable and whether a slice of it enters.
+      is_mask: whether an unknown variable that a kernel is multiplied with is a mask, and not, say,
+        a scale that is learnt.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        values: Mapping[int, Any] | None = None,
+        outer: tuple[Knowledge, Mapping[int, tuple[int, bool]]] | None = None,
+        is_mask: Callable[[int], bool] = lambda variable: False,
+    ) -> None:
+        self.program = program
+        self._values = dict(values or {})
+        self._outer = outer
+        self._is_mask = is_mask
+        self._maker = {v: e for e in program.equations for v in e.outputs}
+        self._memo: dict[int, Any] = {}
+        self._zeros_memo: dict[int, np.ndarray | None] = {}
+
+    def find(self, equation: Equation) -> Found | None:
+        """Returns the mask of a convolution, or None where it has none.
+
+        Args:
+          equation: an equation of the program.
+
+        Returns:
+          None too where nothing is masked or the equation is no convolution.
+        """
+        if equation.primitive is not p.conv_general_dilated_p:
+            return None
+        kernel = equation.inputs[1]
+        if kernel in self.program.constants:
+            return None  # zeros in an array that is just given are not known to be a mask
+        zeros = self.zeros(kernel)
+        if zeros is not None:
+            return Found(plan_known(~zeros, equation.params))
+        mask = self._run_time_mask(kernel, (), 0)
+        if mask is None:
+            return None
+        plan = plan_at_run_time(self.program.avals[kernel].shape, equation.params)
+        return Found(plan, mask)
+
+    def value(self, variable: int) -> Any | None:
+        """Returns the value of a variable where it depends on known values alone."""
+        if variable not in self._memo:
+            self._memo[variable] = self._fold(variable)
+        return self._memo[variable]
+
+    def zeros(self, variable: int, depth: int = 0) -> np.ndarray | None:
+        """Returns where a variable is surely zero, as a boolean array; None if nowhere."""
+        if variable not in self._zeros_memo:
+            zeros = self._find_zeros(variable, depth) if depth < _DEEPEST else None
+            self._zeros_memo[variable] = zeros if zeros is not None and zeros.any() else None
+        return self._zeros_memo[variable]
+
+    def enter(
+        self, program: Program, operands: Sequence[int | None], sliced: Sequence[bool]
+    ) -> Knowledge:
+        """Returns the knowledge of a body.
+
+        Args:
+          program: the body.
+          operands: for each of its inputs the variable that enters, or None if it varies.
+          sliced: for each of its inputs whether a slice of the variable enters.
+        """
+        pairs = zip(program.inputs, operands, sliced, strict=True)
+        outer = {inner: (v, cut) for inner, v, cut in pairs if v is not None}
+        return Knowledge(program, None, (self, outer))
+
+    def _given(self, variable: int) -> Any | None:
+        """Returns the value of an input or a constant."""
+        value = self.program.constants.get(variable, self._values.get(variable))
+        if value is None and self._outer is not None and variable in self._outer[1]:
+            knowledge, (outer, sliced) = self._outer[0], self._outer[1][variable]
+            value = None if sliced else knowledge.value(outer)
+        return None if isinstance(value, jax.core.Tracer) else value
+
+    def _fold(self, variable: int) -> Any | None:
+        needed, equations, numbers = {variable}, [], 0
+        for equation in reversed(self.program.equations):
+            if not needed.isdisjoint(equation.outputs):
+                avals = (self.program.avals[v] for v in equation.outputs)
+                numbers += sum(math.prod(getattr(aval, "shape", ())) for aval in avals)
+                if equation.source.effects or numbers > _MOST_NUMBERS:
+                    return None
+                equations.append(equation)
+                needed.update(equation.inputs)
+        made = {v for equation in equations for v in equation.outputs}
+        environment = {v: self._given(v) for v in needed - made}
+        if any(value is None for value in environment.values()):
+            return None
+        with jax.ensure_compile_time_eval():
+            for equation in reversed(equations):
+                primitive = equation.primitive
+                functions, params = primitive.get_bind_params(equation.params)
+                operands = [environment[v] for v in equation.inputs]
+                results = primitive.bind(*functions, *operands, **params)
+                results = results if primitive.multiple_results else [results]
+                environment.update(zip(equation.outputs, results, strict=True))
+        return environment[variable]
+
+    def _find_zeros(self, variable: int, depth: int) -> np.ndarray | None:
+        value = self.value(variable)
+        if value is not None:
+            return np.asarray(value) == 0
+        equation = self._maker.get(variable)
+        if equation is None:
+            return self._outer_zeros(variable)
+
+        def of(position: int) -> np.ndarray:
+            operand = equation.inputs[position]
+            zeros = self.zeros(operand, depth + 1)
+            return np.zeros(self.program.avals[operand].shape, bool) if zeros is None else zeros
+
+        primitive, params = equation.primitive, equation.params
+        if primitive in _ZERO_TO_ZERO or primitive is p.div_p:
+            return of(0)
+        if primitive is p.integer_pow_p:
+            return of(0) if params["y"] > 0 else None
+        if primitive is p.mul_p:
+            return of(0) | of(1)
+        if primitive in (p.add_p, p.sub_p):
+            return of(0) & of(1)
+        if primitive is p.select_n_p:
+            return self._selected_zeros(equation, [of(i) for i in range(1, len(equation.inputs))])
+        if primitive in _LAYOUT or primitive is p.concatenate_p:
+            return _rearrange(equation, *map(of, range(len(equation.inputs))))
+        if primitive is p.pad_p:
+            return _rearrange(equation, of(0), of(1))
+        return None
+
+    def _outer_zeros(self, variable: int) -> np.ndarray | None:
+        if self._outer is None or variable not in self._outer[1]:
+            return None
+        outer, sliced = self._outer[1][variable]
+        zeros = self._outer[0].zeros(outer)
+        return zeros.all(0) if sliced and zeros is not None else zeros
+
+    def _selected_zeros(self, equation: Equation, cases: Sequence[np.ndarray]) -> np.ndarray:
+        which = self.value(equation.inputs[0])
+        if which is None:
+            return np.logical_and.reduce(cases)
+        which = np.broadcast_to(np.asarray(which).astype(int), cases[0].shape)
+        return np.take_along_axis(np.stack(cases), which[None], 0)[0]
+
+    def _run_time_mask(
+        self, variable: int, layout: tuple[Equation, ...], depth: int
+    ) -> RunTimeMask | None:
+        equation = self._maker.get(variable)
+        if equation is None or depth > _DEEPEST:
+            return None
+        if equation.primitive in _LAYOUT:
+            return self._run_time_mask(equation.inputs[0], (equation, *layout), depth + 1)
+        if equation.primitive in _ZERO_TO_ZERO:
+            return self._run_time_mask(equation.inputs[0], layout, depth + 1)
+        if equation.primitive is p.select_n_p and len(equation.inputs) == 3:
+            which, *cases = equation.inputs
+            for number, case in enumerate(cases):
+                zeros = self.zeros(case)
+                if zeros is not None and zeros.all() and self.program.avals[which].shape:
+                    return RunTimeMask(which, number, layout)
+        if equation.primitive is p.mul_p:
+            for operand in equation.inputs:
+                if self.looks_like_mask(operand):
+                    return RunTimeMask(operand, 0, layout)
+            for operand in equation.inputs:
+                found = self._run_time_mask(operand, layout, depth + 1)
+                if found is not None:
+                    return found
+        return None
+
+    def looks_like_mask(self, variable: int) -> bool:
+        """Whether an unknown factor of a kernel is a mask.
+
+        It is where the transform says so, where it was boolean or an integer once, and where it
+        passed through ``stop_gradient``.
+        """
+        if not self.program.avals[variable].shape or self.value(variable) is not None:
+            return False
+        while True:
+            if self._is_mask(variable) or not jnp.issubdtype(
+                self.program.avals[variable].dtype, jnp.inexact
+            ):
+                return True
+            equation = self._maker.get(variable)
+            if equation is None:
+                outer = self._outer[1].get(variable) if self._outer is not None else None
+                return outer is not None and self._outer[0].looks_like_mask(outer[0])
+            if equation.primitive is p.stop_gradient_p:
+                return True
+            if equation.primitive not in _KEEPS_MASK and equation.primitive not in _LAYOUT:
+                return False
+            variable = equation.inputs[0]
+
+
+def _rearrange(equation: Equation, *zeros: np.ndarray) -> np.ndarray:
+    with jax.ensure_compile_time_eval():
+        operands = [jnp.asarray(z) for z in zeros]
+        return np.asarray(equation.primitive.bind(*operands, **equation.params))

@@ -1,0 +1,119 @@
+"""Work through a batch a few examples at a time, so that temporaries stay small.
+
+The batch axis ``[B]`` is viewed as ``[chunk, steps]`` and the loop runs over the *second* axis. A
+batch that is sharded over devices along its examples then stays where it is: each device holds a
+contiguous block of examples, hence its own rows of the first axis, and every step takes the same
+share of each of them. A loop over the first axis would gather one device's block after another.
+The body is traced once whatever ``B`` is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from perex._compat import manual_axes, vary_over
+
+
+def chunk_size(batch: int, wanted: int) -> int:
+    """Number of examples to take at a time.
+
+    A divisor of the batch close to ``wanted`` avoids padding; only where none lies between a half
+    and twice of it the batch is padded. With several devices the chunk grows so that each
+    of them keeps ``wanted`` examples of a sharded batch.
+
+    Args:
+      batch: number of examples.
+      wanted: how many of them one device should work on at a time.
+
+    Returns:
+      A number from 1 to ``max(batch, 1)``.
+    """
+    wanted = max(1, wanted) * jax.local_device_count()
+    if wanted >= batch:
+        return max(batch, 1)
+    divisors = [d for d in range(1, batch + 1) if batch % d == 0 and wanted <= 2 * d <= 4 * wanted]
+    if not divisors:
+        return wanted
+    return min(divisors, key=lambda d: abs(math.log(d / wanted)))
+
+
+def _split(array: jax.Array, chunk: int, steps: int) -> jax.Array:
+    missing = chunk * steps - array.shape[0]
+    if missing:
+        filler = jnp.zeros((missing, *array.shape[1:]), array.dtype)
+        array = jnp.concatenate([array, filler])
+    return array.reshape(chunk, steps, *array.shape[1:])
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, like: tuple[jax.Array, ...]) -> jax.Array:
+    """Zeros which vary over the manual mesh axes of `like`, as a loop's carry in shard_map must."""
+    axes = frozenset[str]().union(*(manual_axes(jax.typeof(array)) for array in like))
+    return vary_over(jnp.zeros(shape, dtype), axes)
+
+
+def map_chunks(
+    function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], wanted: int
+) -> jax.Array:
+    """Applies a function of a batch to a few examples at a time.
+
+    Args:
+      function: takes arrays ``[b, ...]`` and returns ``[b, ...]``, row by row, for any ``b``. It is
+        also called on rows of zeros, whose results are dropped.
+      arrays: arrays ``[B, ...]``.
+      wanted: number of examples at a time, see `chunk_size`.
+
+    Returns:
+      ``function(*arrays)``, ``[B, ...]``.
+    """
+    batch = arrays[0].shape[0]
+    chunk = chunk_size(batch, wanted)
+    if chunk >= batch:
+        return function(*arrays)
+    steps = -(-batch // chunk)
+    parts = tuple(_split(array, chunk, steps) for array in arrays)
+    row = jax.eval_shape(function, *(jax.ShapeDtypeStruct(p[:, 0].shape, p.dtype) for p in parts))
+
+    def step(result: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        rows = function(*(lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for part in parts))
+        return lax.dynamic_update_index_in_dim(result, rows, i, 1), None
+
+    start = _zeros((chunk, steps, *row.shape[1:]), row.dtype, arrays)
+    result, _ = lax.scan(step, start, jnp.arange(steps))
+    result = result.reshape(chunk * steps, *row.shape[1:])
+    return result if chunk * steps == batch else result[:batch]
+
+
+def sum_chunks(
+    function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], wanted: int
+) -> jax.Array:
+    """Adds up a function of a batch over a few examples at a time.
+
+    Args:
+      function: takes arrays ``[b, ...]`` and returns a sum over their rows, of a shape without
+        ``b``; rows of zeros must add zero.
+      arrays: arrays ``[B, ...]``.
+      wanted: number of examples at a time, see `chunk_size`.
+
+    Returns:
+      ``function(*arrays)``, to rounding.
+    """
+    batch = arrays[0].shape[0]
+    chunk = chunk_size(batch, wanted)
+    if chunk >= batch:
+        return function(*arrays)
+    steps = -(-batch // chunk)
+    parts = tuple(_split(array, chunk, steps) for array in arrays)
+    total = jax.eval_shape(function, *(jax.ShapeDtypeStruct(p[:, 0].shape, p.dtype) for p in parts))
+
+    def step(result: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+        rows = (lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for part in parts)
+        return result + function(*rows), None
+
+    result, _ = lax.scan(step, _zeros(total.shape, total.dtype, arrays), jnp.arange(steps))
+    return result

@@ -1,0 +1,146 @@
+"""Unfold: patches of the input, then one matrix product for each example.
+
+The patches ``A[t, (k, c)]`` are what the kernel position ``k`` reads at the output position ``t``, and the
+kernel gradient is ``A^T cotangent``. They take ``K`` times the memory of the input, so they are made
+for a few examples at a time and consumed while they are still in cache.
+
+Windows are taken one axis after the other, which takes ``k1 + k2`` slices for a ``k1 x k2`` kernel instead of
+``k1 * k2``. Along an axis where the windows neither overlap nor leave gaps (stride = kernel size, as in patch
+embeddings) a reshape does it, and a 1x1 kernel needs no patches at all.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from perex._rules.chunks import map_chunks, sum_chunks
+from perex._rules.conv.normal_form import Convolution, pad_input
+
+# Patches and product of one chunk should stay in the outer cache of one core.
+_CHUNK_BYTES = 4 << 20
+# One product over several examples pays from about this many rows on.
+_SUM_ROWS = 512
+
+
+def chunk(conv: Convolution) -> int:
+    """Number of examples whose patches and gradients stay in cache together."""
+    size = conv.groups * (conv.positions * conv.depth + conv.depth * conv.features) * conv.itemsize
+    return max(1, _CHUNK_BYTES // max(1, size))
+
+
+def sum_chunk(conv: Convolution) -> int:
+    """Number of examples to sum over in one product."""
+    return max(chunk(conv), -(-_SUM_ROWS // max(1, conv.positions)))
+
+
+def patches(conv: Convolution, x: jax.Array) -> jax.Array:
+    """The patches ``[b, *K, N, *O, G, C]`` of ``x``, ``[b, N, *S, G, C]``."""
+    x = pad_input(conv, x)
+    rank = len(conv.kernel)
+    # Each round takes the last spatial axis left and puts its window in front, after the example.
+    for i in reversed(range(rank)):
+        axis = 2 + i + (rank - 1 - i)
+        k, o = conv.kernel[i], conv.out[i]
+        stride, dilation = conv.strides[i], conv.dilation[i]
+        if k > 1 and k == stride and dilation == 1:
+            x = x.reshape(*x.shape[:axis], o, k, *x.shape[axis + 1 :])
+            x = jnp.moveaxis(x, axis + 1, 1)
+            continue
+        views = [
+            lax.slice_in_dim(x, j * dilation, j * dilation + (o - 1) * stride + 1, stride, axis)
+            for j in range(k)
+        ]
+        x = jnp.stack(views, axis=1)
+    return x
+
+
+def product(conv: Convolution, patch: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Per-example gradients ``[b, *K, G, C, P]`` from patches and cotangents ``[b, N, *O, G, P]``."""
+    rank = len(conv.kernel)
+    rows = tuple(range(1 + rank, 2 + 2 * rank))
+    result = lax.dot_general(
+        patch.astype(jnp.promote_types(patch.dtype, cotangent.dtype)),
+        cotangent.astype(jnp.promote_types(patch.dtype, cotangent.dtype)),
+        ((rows, tuple(range(1, 2 + rank))), ((0, 2 + 2 * rank), (0, 2 + rank))),
+        precision=conv.precision,
+        preferred_element_type=conv.dtype,
+    )
+    return jnp.moveaxis(result, 1, -3)
+
+
+def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Kernel gradients of every example.
+
+    Args:
+      conv: the convolution.
+      x: ``[B, N, *S, G, C]``.
+      cotangent: ``[B, N, *O, G, P]``.
+
+    Returns:
+      ``[B, *K, G, C, P]`` of type ``conv.dtype``.
+    """
+
+    def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return product(conv, patches(conv, x), cotangent)
+
+    return map_chunks(some, (x, cotangent), chunk(conv))
+
+
+def weighted_sum(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Sum over examples of weight times kernel gradient, in products over examples and positions.
+
+    Args:
+      conv: the convolution.
+      x: ``[B, N, *S, G, C]``.
+      cotangent: ``[B, N, *O, G, P]``.
+      weights: ``[B]``; an example of weight zero adds exactly zero, whatever it holds.
+
+    Returns:
+      ``[*K, G, C, P]`` of type ``conv.dtype``.
+    """
+    rank = len(conv.kernel)
+    rows = (0, *range(1 + rank, 2 + 2 * rank))
+
+    def some(x: jax.Array, cotangent: jax.Array, weights: jax.Array) -> jax.Array:
+        x, cotangent = weigh(conv, x, cotangent, weights)
+        result = lax.dot_general(
+            patches(conv, x),
+            cotangent,
+            ((rows, tuple(range(2 + rank))), ((2 + 2 * rank,), (2 + rank,))),
+            precision=conv.precision,
+            preferred_element_type=conv.dtype,
+        )
+        return jnp.moveaxis(result, 0, -3)
+
+    return sum_chunks(some, (x, cotangent, weights), sum_chunk(conv))
+
+
+def weigh(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Multiplies cotangents by weights; both sides are zero where a weight is zero.
+
+    Both are of type ``conv.dtype`` then, so that weights are not rounded to a short type. The
+    selection keeps NaN and Inf of an example of weight zero out of the sum.
+    """
+    weights = weights.astype(conv.dtype)
+
+    def select(array: jax.Array, factor: jax.Array | float) -> jax.Array:
+        factor = factor if isinstance(factor, float) else lax.expand_dims(factor, range(1, array.ndim))
+        used = lax.expand_dims(weights != 0, range(1, array.ndim))
+        return jnp.where(used, array.astype(conv.dtype) * factor, 0)
+
+    return select(x, 1.0), select(cotangent, weights)
+
+
+def patch_bytes(conv: Convolution) -> int:
+    """Bytes of one example's patches; none are made for a kernel of one position."""
+    if math.prod(conv.kernel) == 1:
+        return 0
+    return conv.groups * conv.positions * conv.depth * conv.itemsize

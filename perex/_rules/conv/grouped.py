@@ -110,6 +110,4 @@ def _convolve(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Arra
         precision=conv.precision,
     )
     result = result.reshape(conv.channels, *conv.kernel, batch, conv.groups, conv.features)
-    return jnp.transpose(
-        result, (1 + rank, *range(1, 1 + rank), 2 + rank, 0, 3 + rank)
-    )
+    return jnp.transpose(result, (1 + rank, *range(1, 1 + rank), 2 + rank, 0, 3 + rank))

@@ -132,7 +132,9 @@ def weigh(
     weights = weights.astype(conv.dtype)
 
     def select(array: jax.Array, factor: jax.Array | float) -> jax.Array:
-        factor = factor if isinstance(factor, float) else lax.expand_dims(factor, range(1, array.ndim))
+        factor = (
+            factor if isinstance(factor, float) else lax.expand_dims(factor, range(1, array.ndim))
+        )
         used = lax.expand_dims(weights != 0, range(1, array.ndim))
         return jnp.where(used, array.astype(conv.dtype) * factor, 0)
 

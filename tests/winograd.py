@@ -128,7 +128,8 @@ def _run(jaxpr, consts, *arguments):
             else:
                 outputs = _run(body, (), *inputs)
         if outputs is None:
-            outputs = equation.primitive.bind(*inputs, **equation.params)
+            params = equation.primitive.get_bind_params(equation.params)
+            outputs = equation.primitive.bind(*inputs, **params)
             outputs = outputs if equation.primitive.multiple_results else [outputs]
         environment.update(zip(equation.outvars, outputs, strict=True))
     return list(map(read, jaxpr.outvars))

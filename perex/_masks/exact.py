@@ -10,8 +10,7 @@ import jax
 import numpy as np
 
 from perex import _compat, _regions
-from perex._evaluate import bind
-from perex._masks.find import Found, Knowledge
+from perex._masks.find import Found, Knowledge, bind
 from perex._trace import Equation, Program, flatten, trace
 
 _P = _compat.primitives

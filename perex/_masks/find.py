@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from perex import _compat
 from perex._compat import primitives as p
 from perex._masks.plan import MaskPlan, plan_at_run_time, plan_known
 from perex._trace import Equation, Program
@@ -177,11 +178,7 @@ class Knowledge:
             return None
         with jax.ensure_compile_time_eval():
             for equation in reversed(equations):
-                primitive = equation.primitive
-                functions, params = primitive.get_bind_params(equation.params)
-                operands = [environment[v] for v in equation.inputs]
-                results = primitive.bind(*functions, *operands, **params)
-                results = results if primitive.multiple_results else [results]
+                results = bind(equation, [environment[v] for v in equation.inputs])
                 environment.update(zip(equation.outputs, results, strict=True))
         return environment[variable]
 
@@ -277,6 +274,14 @@ class Knowledge:
             if equation.primitive not in _KEEPS_MASK and equation.primitive not in _LAYOUT:
                 return False
             variable = equation.inputs[0]
+
+
+def bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """Binds an equation again, in the context in which it was written."""
+    params = equation.primitive.get_bind_params(equation.params)
+    with _compat.equation_scope(equation.source):
+        results = equation.primitive.bind(*operands, **params)
+    return results if equation.primitive.multiple_results else [results]
 
 
 def _rearrange(equation: Equation, *zeros: np.ndarray) -> np.ndarray:

@@ -249,7 +249,9 @@ def missing_sections(thing, is_method=False):
         if parameters and "\nArgs:" not in text:
             missing.append("Args")
         missing += [p.name for p in parameters if not re.search(rf"\b{p.name}\b", text)]
-        if "Returns:" not in text and "Yields:" not in text:
+        # A first line that says what is returned is enough, as in Google's style.
+        says = text.startswith(("Returns ", "Return ")) or re.search(r"\n(Returns|Yields):", text)
+        if not says and inspect.signature(thing).return_annotation not in (None, "None"):
             missing.append("Returns")
     return missing
 
@@ -269,13 +271,21 @@ def test_the_check_of_docstrings_sees():
             y: not x, the parameter.
         """
 
+    def first() -> int:
+        """Return it."""
+
+    def nothing() -> None:
+        """Do it."""
+
+    assert not missing_sections(first) and not missing_sections(nothing)
     assert missing_sections(bare) == ["a docstring", "Args", "x", "Returns"]
     assert missing_sections(half) == ["Returns"]
 
 
 def test_every_module_says_what_it_is():
     for path in SOURCES:
-        assert ast.get_docstring(parse(path)), f"{relative(path)} has no docstring"
+        if not path.name.startswith("test_"):
+            assert ast.get_docstring(parse(path)), f"{relative(path)} has no docstring"
 
 
 def top_level():

@@ -55,24 +55,32 @@ def square_norms(leaf: Any) -> ScaledNorms:
     """
     if is_factored(leaf):
         return from_square_norms(leaf.square_norms())
+    return _array_norms(leaf)
+
+
+# Compiled, as otherwise each call outside of jit would compile its conditional anew.
+@jax.jit
+def _array_norms(leaf: jax.Array) -> ScaledNorms:
     dtype = at_least_float32(leaf.dtype)
-    axes = tuple(range(1, leaf.ndim))
-    size = max(1, math.prod(leaf.shape[1:]))
+    size = math.prod(leaf.shape[1:])
+    # A sum over one long axis is several times faster than a sum over several short ones.
+    leaf = leaf.reshape(leaf.shape[0], size)
     info = jnp.finfo(dtype)
 
     def parts(scaling=None):
         for part in (leaf.real, leaf.imag) if jnp.iscomplexobj(leaf) else (leaf,):
             part = part.astype(dtype)
-            yield part if scaling is None else part * jnp.expand_dims(scaling, axes)
+            yield part if scaling is None else part * scaling[:, None]
 
     def sum_squares(scaling=None):
-        return sum(jnp.sum(part * part, axes) for part in parts(scaling))
+        return sum(jnp.sum(part * part, 1) for part in parts(scaling))
 
     squares = jnp.asarray(sum_squares())
     # Each square below `tiny` may be lost: together at most size * tiny, which is rounding beside a
-    # sum above `low`.
+    # sum above `low`. Below `high` there is room for the sum over millions of leaves.
     low = float(info.tiny) * size / float(info.eps)
-    usable = (squares >= low) & (squares <= float(info.max))
+    high = float(info.max) * float(info.eps)
+    usable = (squares >= low) & (squares <= high)
 
     def as_is():
         return ScaledNorms(jnp.ones_like(squares), squares)
@@ -80,7 +88,7 @@ def square_norms(leaf: Any) -> ScaledNorms:
     def rescaled():
         largest = jnp.zeros_like(squares)
         for part in parts():
-            largest = jnp.maximum(largest, jnp.max(jnp.abs(part), axes, initial=0.0))
+            largest = jnp.maximum(largest, jnp.max(jnp.abs(part), 1, initial=0.0))
         scale = _power_of_two(largest)
         again = jnp.asarray(sum_squares(1 / jnp.where(scale == 0, 1, scale)))
         return ScaledNorms(jnp.where(usable, 1, scale), jnp.where(usable, squares, again))
@@ -106,7 +114,9 @@ def combine_norms(norms: Sequence[ScaledNorms]) -> ScaledNorms:
     divisor = jnp.where(scale == 0, 1, scale)
     squares = jnp.zeros_like(scale)
     for part in norms:
-        squares = squares + part.squares * jnp.square(part.scale / divisor)
+        ratio = part.scale / divisor
+        # Twice, because the square of the ratio can be out of range where the product is not.
+        squares = squares + part.squares * ratio * ratio
     return ScaledNorms(scale, squares)
 
 
@@ -136,6 +146,11 @@ def weighted_sum(leaf: Any, weights: jax.Array) -> jax.Array:
     """
     if is_factored(leaf):
         return leaf.weighted_sum(weights)
+    return _array_sum(leaf, weights)
+
+
+@jax.jit
+def _array_sum(leaf: jax.Array, weights: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(leaf.dtype, jnp.float32)
     weights = weights.astype(at_least_float32(leaf.dtype))
 

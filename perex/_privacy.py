@@ -118,8 +118,7 @@ def dp_clip(
         paths, _, _ = flatten(params)
         if paths:
             clipping.clips(paths)  # A mapping that does not fit shall fail before the first step.
-        zero = jnp.zeros((), jnp.int32)
-        return DPClipState(_own(key), zero, zero, zero, zero, zero)
+        return DPClipState(_own(key), *(jnp.zeros((), jnp.int32) for _ in range(5)))
 
     def update(updates, state, params=None, *, is_padding=None, **extra_args):
         del extra_args
@@ -317,7 +316,8 @@ def _check_key(key: Any) -> None:
 def _check_padding(is_padding: Any, size: int, expected_batch_size: float | None) -> None:
     if is_padding is None:
         return
-    kind, shape = getattr(is_padding, "dtype", type(is_padding).__name__), jnp.shape(is_padding)
+    kind = getattr(is_padding, "dtype", type(is_padding).__name__)
+    shape = getattr(is_padding, "shape", None)
     if kind != jnp.bool_ or shape != (size,):
         raise ValueError(
             f"is_padding must be bool of shape ({size},); got {kind} of shape {shape}."

@@ -1,0 +1,96 @@
+"""Everything that depends on JAX's internals or on its version lives here.
+
+No other file imports ``jax.extend`` or asks for a JAX version. Differences met so far:
+
+* ``ClosedJaxpr`` and ``Jaxpr`` are two classes up to jax 0.10 and one from 0.11.
+* ``scan`` describes its operands by ``num_consts`` and ``num_carry`` up to 0.10 and by the flat
+  trees ``ft_in`` and ``ft_out`` from 0.11.
+* The manual mesh axes over which an array varies are read from its aval.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+from jax.extend.core import primitives
+
+__all__ = [
+    "Literal",
+    "call_jaxpr",
+    "equation_scope",
+    "inner_jaxprs",
+    "manual_axes",
+    "primitives",
+    "scan_operand_counts",
+    "source_summary",
+    "split_closed_jaxpr",
+    "vary_over",
+]
+
+Literal = jex_core.Literal
+
+# Calls whose body can be evaluated in place: they change how a computation is compiled, not what it
+# computes. Custom derivatives are not among them: inlining would drop the user's rule.
+_INLINED_CALLS = (primitives.jit_p, primitives.closed_call_p)
+
+
+def split_closed_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """Returns the open jaxpr and its constants, for closed and for open jaxprs alike."""
+    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def call_jaxpr(equation: Any) -> Any | None:
+    """Returns the body of an equation that merely calls a jaxpr (a nested jit), or None."""
+    if equation.primitive in _INLINED_CALLS:
+        return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return None
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Yields every jaxpr that the parameters of an equation hold."""
+    yield from jex_core.jaxprs_in_params(params)
+
+
+def scan_operand_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns (number of constants, number of carries) of a scan equation."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+@contextlib.contextmanager
+def equation_scope(equation: Any) -> Iterator[None]:
+    """Restores the context in which a user wrote an equation.
+
+    The equation's own settings (such as ``xla_metadata``), name stack and traceback are put back,
+    so that an error raised while the equation is bound again points at the user's line.
+    """
+    info = equation.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack), equation.ctx.manager:
+        yield
+
+
+def source_summary(equation: Any) -> str:
+    """Returns ``file:line (function)`` of the user's line that made the equation."""
+    return source_info_util.summarize(equation.source_info)
+
+
+def manual_axes(aval: Any) -> frozenset[str]:
+    """Returns the manual mesh axes over which a value varies (non-empty only in ``shard_map``)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(manual.varying) if manual is not None else frozenset()
+
+
+def vary_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Marks ``value`` as varying over manual mesh axes, where it does not already."""
+    missing = tuple(sorted(axes - manual_axes(jax.typeof(value))))
+    return jax.lax.pcast(value, missing, to="varying") if missing else value

@@ -1,0 +1,167 @@
+"""Evaluates a plan for one example, with taps.
+
+A *tap* is an extra input of a site, a zero that does not affect the value. The backward rule of the
+site puts into the tap's cotangent what perex wants to know: the site's inputs and the cotangent of
+its result, from which the rules compute gradients, norms and weighted sums for the whole batch.
+One ``jax.vjp`` under ``jax.vmap`` does all differentiation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from perex import _compat, _control_flow
+from perex._plan import PARAM, Apply, Plan, Prepare, SiteUse, Tap
+from perex._rules import Site
+from perex._trace import Equation
+
+
+class Factors(NamedTuple):
+    """What a tap brings back: the inputs of a site and the cotangent of its result.
+
+    With the example axis in front, and after it an axis for each enclosing scan.
+    """
+
+    inputs: tuple[Any, ...]
+    cotangent: Any
+
+
+def make_taps(plan: Plan) -> list[Factors]:
+    """Returns a zero tap for each site of the plan, with an axis in front for each scan."""
+    return [_zero_tap(use) for use in plan.sites]
+
+
+def _zero_tap(use: SiteUse) -> Factors:
+    lengths = tuple(length for length, _ in use.stack)
+    variables = use.equation.source.invars
+    axes = frozenset().union(*(_compat.manual_axes(v.aval) for v in variables))
+
+    def zero(struct: jax.ShapeDtypeStruct) -> jax.Array:
+        return _compat.vary_over(jnp.zeros(lengths + struct.shape, struct.dtype), axes)
+
+    inputs = tuple(jax.tree.map(zero, jax.eval_shape(_encode, s)) for s in use.site.inputs)
+    return Factors(inputs, zero(use.site.out))
+
+
+# Cotangents of integers do not exist, so the integer inputs of a site (token ids) travel as floats.
+# float32 holds 24 bits exactly and float64 53; wider integers travel as two halves.
+_HALF = 16
+
+
+def _encode(value: jax.Array) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return value
+    if value.dtype.itemsize <= 2:
+        return value.astype(jnp.float32)
+    half = _HALF * value.dtype.itemsize // 4
+    dtype = jnp.float32 if value.dtype.itemsize == 4 else jnp.float64
+    return (value >> half).astype(dtype), (value & ((1 << half) - 1)).astype(dtype)
+
+
+def decode(encoded: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns the input of a site from the cotangent of its tap."""
+    if not isinstance(encoded, tuple):
+        return encoded.astype(struct.dtype)
+    half = _HALF * struct.dtype.itemsize // 4
+    high, low = (part.astype(struct.dtype) for part in encoded)
+    return (high << half) | low
+
+
+def evaluate(
+    plan: Plan,
+    values: Mapping[int, Any],
+    differentiable: Mapping[int, Any],
+    taps: Sequence[Factors],
+) -> list[Any]:
+    """Evaluates a plan for one example.
+
+    Args:
+      plan: the plan.
+      values: the program's inputs, those in ``plan.plain`` and all that are not parameters.
+      differentiable: the inputs in ``plan.differentiable``.
+      taps: a tap for each site.
+
+    Returns:
+      The program's outputs.
+    """
+    environment = {**plan.program.constants, **values}
+    differentiated = dict(differentiable)
+
+    def read(variable: int) -> Any:
+        if plan.dependence[variable] == PARAM:
+            return differentiated[variable]
+        return environment[variable]
+
+    for step in plan.steps:
+        equation = step.equation
+        if isinstance(step, Prepare):
+            if step.plain:
+                results = bind(equation, [environment[v] for v in equation.inputs])
+                environment.update(zip(equation.outputs, results, strict=True))
+            if step.differentiable:
+                results = bind(equation, list(map(read, equation.inputs)))
+                differentiated.update(zip(equation.outputs, results, strict=True))
+            continue
+        if isinstance(step, Apply):
+            results = bind(equation, list(map(read, equation.inputs)))
+        elif isinstance(step, Tap):
+            operands = [environment[v] for v in equation.inputs]
+            with _compat.equation_scope(equation.source):
+                results = [tapped(step.site, step.active, operands, taps[step.index])]
+        else:
+            results = _control_flow.emit(
+                step, plan, environment, differentiated, taps, run=evaluate
+            )
+        environment.update(zip(equation.outputs, results, strict=True))
+
+    return [
+        differentiated[v] if plan.dependence[v] == PARAM and v in differentiated else environment[v]
+        for v in plan.program.outputs
+    ]
+
+
+def bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """Binds an equation again, in the context in which it was written."""
+    primitive = equation.primitive
+    params = primitive.get_bind_params(equation.params)
+    with _compat.equation_scope(equation.source):
+        results = primitive.bind(*operands, **params)
+    return results if primitive.multiple_results else [results]
+
+
+def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Factors) -> Any:
+    """Evaluates a site with its tap.
+
+    The parameter is a constant of this differentiation: all there is to know about its gradient is
+    in the factors that the tap takes home.
+    """
+    parameter = operands[site.argument]
+    inputs = (*operands[: site.argument], *operands[site.argument + 1 :])
+
+    @jax.custom_vjp
+    def call(tap: Factors, parameter: Any, inputs: tuple[Any, ...]) -> Any:
+        return site.apply(inputs, parameter)
+
+    def forward(tap: Factors, parameter: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        return site.apply(inputs, parameter), (parameter, inputs)
+
+    def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
+        parameter, inputs = residuals
+
+        def of_active(*chosen: Any) -> Any:
+            remaining = iter(chosen)
+            merged = tuple(next(remaining) if a else x for a, x in zip(active, inputs, strict=True))
+            return site.apply(merged, parameter)
+
+        _, pull = jax.vjp(of_active, *(x for a, x in zip(active, inputs, strict=True) if a))
+        cotangents = iter(pull(cotangent))
+        input_cotangents = tuple(next(cotangents) if a else None for a in active)
+        factors = Factors(tuple(map(_encode, inputs)), cotangent)
+        return factors, None, input_cotangents
+
+    call.defvjp(forward, backward)
+    return call(tap, parameter, inputs)

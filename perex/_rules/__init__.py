@@ -1,0 +1,20 @@
+"""Per-example rules, one file a primitive, and their registry."""
+
+from perex._compat import primitives
+from perex._rules.conv import ConvRule
+from perex._rules.dot_general import DotGeneralRule
+from perex._rules.gather import GatherRule
+from perex._rules.registry import (
+    Rule,
+    Site,
+    check_options,
+    find_rule,
+    per_example,
+    register_rule,
+)
+
+__all__ = ["Rule", "Site", "check_options", "find_rule", "per_example", "register_rule"]
+
+register_rule(primitives.conv_general_dilated_p, ConvRule())
+register_rule(primitives.dot_general_p, DotGeneralRule())
+register_rule(primitives.gather_p, GatherRule())

@@ -1,0 +1,156 @@
+"""From a Python function to a flat program.
+
+A `Program` is a jaxpr brought into the form that planning and evaluation want: variables are
+integers, literals and closed-over arrays are named constants, nested jits are written out in place,
+and equations whose results nobody uses are gone. Control flow (``scan``, ``cond``, ``checkpoint``,
+…) and functions with custom derivatives stay single equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from perex import _compat
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One operation: ``outputs = primitive(*inputs, **params)``.
+
+    Attributes:
+      primitive: the JAX primitive.
+      inputs: the variables read.
+      outputs: the variables written; an output that nobody reads is still named.
+      params: the primitive's parameters.
+      source: the jaxpr equation that this one was made from (its context and source line).
+    """
+
+    primitive: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    params: dict[str, Any]
+    source: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A flat list of equations.
+
+    Attributes:
+      inputs: the variables to be given, in order.
+      constants: variable -> value, for literals and closed-over arrays (which may be tracers).
+      equations: in an order in which they can be evaluated.
+      outputs: the variables returned, in order; may repeat and may be inputs or constants.
+      avals: the abstract value of each variable.
+    """
+
+    inputs: tuple[int, ...]
+    constants: dict[int, Any]
+    equations: tuple[Equation, ...]
+    outputs: tuple[int, ...]
+    avals: tuple[Any, ...]
+
+
+class _Flattener:
+    """Writes equations out in place, under fresh names."""
+
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.equations: list[Equation] = []
+
+    def name(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def constant(self, value: Any, aval: Any) -> int:
+        variable = self.name(aval)
+        self.constants[variable] = value
+        return variable
+
+    def inline(self, jaxpr: Any, arguments: Sequence[int]) -> list[int]:
+        """Appends the equations of ``jaxpr`` and returns the variables of its results."""
+        jaxpr, consts = _compat.split_closed_jaxpr(jaxpr)
+        environment: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
+        if not consts:
+            consts = getattr(jaxpr, "consts", ())
+        for variable, value in zip(jaxpr.constvars, consts, strict=True):
+            environment[variable] = self.constant(value, variable.aval)
+
+        def read(atom: Any) -> int:
+            if isinstance(atom, _compat.Literal):
+                return self.constant(atom.val, atom.aval)
+            return environment[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = tuple(map(read, equation.invars))
+            body = _compat.call_jaxpr(equation)
+            if body is not None:
+                outputs = tuple(self.inline(body, inputs))
+            else:
+                outputs = tuple(self.name(v.aval) for v in equation.outvars)
+                self.equations.append(
+                    Equation(equation.primitive, inputs, outputs, equation.params, equation)
+                )
+            environment.update(zip(equation.outvars, outputs, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+
+def flatten(jaxpr: Any) -> Program:
+    """Returns the `Program` of a jaxpr (open without constants, or closed)."""
+    flattener = _Flattener()
+    open_jaxpr, _ = _compat.split_closed_jaxpr(jaxpr)
+    inputs = tuple(flattener.name(v.aval) for v in open_jaxpr.invars)
+    outputs = tuple(flattener.inline(jaxpr, inputs))
+    live = set(outputs)
+    kept = []
+    for equation in reversed(flattener.equations):
+        if equation.source.effects or not live.isdisjoint(equation.outputs):
+            kept.append(equation)
+            live.update(equation.inputs)
+    constants = {v: c for v, c in flattener.constants.items() if v in live}
+    return Program(inputs, constants, tuple(reversed(kept)), outputs, tuple(flattener.avals))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traced:
+    """A traced function: its program over flat arguments, and the structure of its result.
+
+    Attributes:
+      program: the flat program; its inputs are the leaves of the arguments, in order.
+      out_tree: the structure of the function's result.
+      out_avals: the abstract values of the result's leaves.
+    """
+
+    program: Program
+    out_tree: jax.tree_util.PyTreeDef
+    out_avals: tuple[Any, ...]
+
+
+def trace(fun: Callable[..., Any], leaves: Sequence[Any], treedef: Any) -> Traced:
+    """Traces ``fun(*args, **kwargs)``.
+
+    Args:
+      fun: the function.
+      leaves: the leaves of ``(args, kwargs)``: arrays, tracers or anything with an abstract value.
+        Only their abstract values are read.
+      treedef: the structure of ``(args, kwargs)``.
+
+    Returns:
+      The traced function.
+    """
+    out_trees = []
+
+    def flat_fun(*flat: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(treedef, flat)
+        out_leaves, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+        out_trees.append(out_tree)
+        return out_leaves
+
+    jaxpr = jax.make_jaxpr(flat_fun)(*leaves)
+    program = flatten(jaxpr)
+    return Traced(program, out_trees[-1], tuple(program.avals[v] for v in program.outputs))

@@ -82,6 +82,12 @@ def existing(file):
     return file
 
 
+def same(named, present):
+    """Check that BUILD names what is there, and say what it lacks."""
+    missing, gone = sorted(present - named), sorted(named - present)
+    assert named == present, f"BUILD lacks {missing} and names {gone}, which are not there"
+
+
 def check_targets(found):
     """Raise unless the targets are complete and name existing files only."""
     for name, (kind, attributes) in found.items():
@@ -93,15 +99,15 @@ def check_targets(found):
             assert attributes["main"] in attributes["srcs"], f"{name}: main is not in srcs"
 
     tests = {attributes["args"][0] for kind, attributes in found.values() if kind == "py_test"}
-    assert tests == {str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_*.py")}
+    same(tests, {str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_*.py")})
     for name, (kind, attributes) in found.items():
         if kind == "py_test":
             assert attributes["args"] == [f"tests/{name}.py"]
             assert attributes["args"][0] in attributes["srcs"]
     programs = {p.stem for p in ROOT.glob("examples/*.py") if "app.run(" in p.read_text()}
-    assert programs == {name for name, (kind, _) in found.items() if kind == "py_binary"}
+    same({name for name, (kind, _) in found.items() if kind == "py_binary"}, programs)
     modules = {str(p.relative_to(ROOT)) for p in ROOT.glob("perex/**/*.py")}
-    assert set(found["perex"][1]["srcs"]) == modules
+    same(set(found["perex"][1]["srcs"]), modules)
 
 
 def test_targets_are_complete():
@@ -111,12 +117,12 @@ def test_targets_are_complete():
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ('    "test_build",\n', "", "test_build"),
+        ('    "test_build",\n', "", r"BUILD lacks .*test_build"),
         ('    "test_build",\n', '    "test_build",\n    "test_none",\n', "does not exist"),
         ("perex/py.typed", "perex/none", "does not exist"),
         ('deps = [":perex"]', 'deps = [":none"]', "depends on :none"),
         ('            "tests/run_pytest.py",\n', "", "main is not in srcs"),
-        ("perex/**/*.py", "perex/_*.py", "__init__"),
+        ("perex/**/*.py", "perex/_*.py", r"BUILD lacks .*__init__"),
         ('"tests/%s.py" % name', 'f"tests/{name}.py"', "not Starlark"),
     ],
 )

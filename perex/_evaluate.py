@@ -107,7 +107,13 @@ def evaluate(
                 differentiated.update(zip(equation.outputs, results, strict=True))
             continue
         if isinstance(step, Apply):
-            results = bind(equation, list(map(read, equation.inputs)))
+            operands = list(map(read, equation.inputs))
+            if step.found is None:
+                results = bind(equation, operands)
+            else:
+                mask = step.found.mask
+                with _compat.equation_scope(equation.source):
+                    results = [step.found.apply(*operands, mask and environment[mask.variable])]
         elif isinstance(step, Tap):
             operands = [environment[v] for v in equation.inputs]
             with _compat.equation_scope(equation.source):

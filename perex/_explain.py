@@ -101,6 +101,8 @@ def _describe_site(plan: Plan, use: SiteUse, batch_size: int) -> str:
     text = f"{site.primitive} at {site.location}: rule {site.primitive}"
     if hasattr(rule, "describe"):
         text += f", {rule.describe(site, batch_size)}"
+    if site.mask is not None:
+        text += f", {site.mask.describe()}"
     loops = [f"{'stacked' if stacked else 'shared'} over {n} steps" for n, stacked in use.stack]
     if loops:
         text += f", in a scan, {', '.join(loops)}"

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from perex import _compat, _regions
+from perex._masks import Found, Knowledge
 from perex._rules import Site, find_rule
 from perex._trace import Equation, Program
 
@@ -43,9 +44,15 @@ class Prepare:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Apply:
-    """Evaluates an equation that depends on the example as it stands."""
+    """Evaluates an equation that depends on the example as it stands.
+
+    Attributes:
+      equation: the equation.
+      found: for a masked convolution, how it is evaluated exactly instead.
+    """
 
     equation: Equation
+    found: Found | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,6 +185,7 @@ def make_plan(
     options: Mapping[str, Any],
     differentiated_outputs: frozenset[int],
     fixed: Callable[[int], bool] = lambda variable: True,
+    knowledge: Knowledge | None = None,
 ) -> Plan:
     """Plans a program.
 
@@ -188,11 +196,14 @@ def make_plan(
       options: handed on to the sites.
       differentiated_outputs: positions of the outputs through which gradients flow.
       fixed: whether an input may enter a site's preparation; False for the carries of loops.
+      knowledge: what is known of values beforehand, to find the masks of convolutions.
 
     Returns:
       The plan.
     """
-    return _Planner(program, input_bits, input_leaves, options, fixed).plan(differentiated_outputs)
+    knowledge = knowledge or Knowledge(program)
+    planner = _Planner(program, input_bits, input_leaves, options, fixed, knowledge)
+    return planner.plan(differentiated_outputs)
 
 
 class _Planner:
@@ -203,11 +214,13 @@ class _Planner:
         input_leaves: Sequence[frozenset[int]],
         options: Mapping[str, Any],
         fixed: Callable[[int], bool],
+        knowledge: Knowledge,
     ) -> None:
         self.program = program
         self.bits = classify(program, input_bits)
         self.options = options
         self.fixed = fixed
+        self.knowledge = knowledge
         self.leaves: dict[int, frozenset[int]] = dict(
             zip(program.inputs, input_leaves, strict=True)
         )
@@ -237,6 +250,8 @@ class _Planner:
                 step = Prepare(step.equation, wants_plain, wants_differentiable)
             elif isinstance(step, Apply):
                 self._want(step.equation.inputs, plain, differentiable)
+                if step.found is not None and step.found.mask is not None:
+                    plain.add(step.found.mask.variable)
             elif isinstance(step, Tap):
                 plain.update(v for v in step.equation.inputs if not self.bits[v] & DATA)
             else:
@@ -282,7 +297,7 @@ class _Planner:
         if not parameters:
             # Sites may still lie in a body that reads parameters from nowhere: impossible, as all
             # that a body reads is an operand. So nothing here concerns parameters.
-            return Apply(equation)
+            return Apply(equation, self.knowledge.find(equation))
         form = _regions.form_of(equation)
         if form is not None:
             return self._region(equation, form)
@@ -291,7 +306,7 @@ class _Planner:
             return reason
         for position in parameters:
             self._fall_back(equation, equation.inputs[position], reason)
-        return Apply(equation)
+        return Apply(equation, self.knowledge.find(equation))
 
     def _tap(self, equation: Equation, parameters: Sequence[int]) -> Tap | str:
         """Returns the step for a site, or the reason why the equation is none."""
@@ -305,6 +320,9 @@ class _Planner:
         _, required = preparation(self.program, variable)
         if not all(self.fixed(v) for v in required):
             return "the parameter is computed from what a loop carries from step to step"
+        found = self.knowledge.find(equation)
+        if found is not None and found.mask is not None:
+            return f"masked convolution, {found.plan.describe()}"
         avals = [self.program.avals[v] for v in equation.inputs]
         site = Site(
             equation.primitive,
@@ -314,6 +332,7 @@ class _Planner:
             _struct(self.program.avals[equation.outputs[0]]),
             self.options,
             _compat.source_summary(equation.source),
+            None if found is None else found.plan,
         )
         reason = rule.covers(site) if hasattr(rule, "covers") else None
         if reason is not None:
@@ -324,6 +343,13 @@ class _Planner:
         )
         inputs = equation.inputs[:argument] + equation.inputs[argument + 1 :]
         return Tap(equation, index, site, tuple(self.bits[v] == ACTIVE for v in inputs))
+
+    def _enter(self, equation: Equation, body: _regions.Body) -> Knowledge:
+        positions = range(len(body.program.inputs))
+        operands = [
+            None if body.carried(i) else equation.inputs[body.operands[i]] for i in positions
+        ]
+        return self.knowledge.enter(body.program, operands, [body.stacked(i) for i in positions])
 
     def _region(self, equation: Equation, form: _regions.Form) -> Region | Apply:
         plans, first = [], []
@@ -350,6 +376,7 @@ class _Planner:
                     self.options,
                     frozenset(range(len(body.program.outputs))),
                     lambda variable, free=free: free.get(variable, True),
+                    self._enter(equation, body),
                 )
             )
             first.append(len(self.sites))

@@ -8,8 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from perex import _compat, _evaluate, _plan, _trace
+from perex._masks import Knowledge
 from perex._per_example import PerExample, Use
 from perex._plan import DATA, PARAM, Plan
 from perex._preparation import Preparation
@@ -156,7 +158,21 @@ def plan_for(problem: Problem, leaves: Sequence[Any]) -> tuple[Plan, Any]:
         frozenset([v]) if p else frozenset()
         for v, p in zip(program.inputs, problem.parameters, strict=True)
     ]
-    plan = _plan.make_plan(program, bits, leaf_sets, problem.options, frozenset([0]))
+    given = {
+        v: x
+        for v, x, value in zip(program.inputs, leaves, bits, strict=True)
+        if not value
+        and isinstance(x, jax.Array | np.ndarray)
+        and not isinstance(x, jax.core.Tracer)
+    }
+    plan = _plan.make_plan(
+        program,
+        bits,
+        leaf_sets,
+        problem.options,
+        frozenset([0]),
+        knowledge=Knowledge(program, given),
+    )
     return plan, traced.out_tree
 
 

@@ -27,6 +27,7 @@ class Site:
       out: shape and dtype of the result, for one example.
       options: the transform's options; ``options["conv"]`` names the convolution algorithm.
       location: the user's source line, for messages.
+      mask: for a masked convolution, how it is evaluated exactly (`perex._masks.MaskPlan`).
     """
 
     primitive: Any
@@ -36,6 +37,7 @@ class Site:
     out: jax.ShapeDtypeStruct
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     location: str = ""
+    mask: Any = None
 
     @property
     def parameter(self) -> jax.ShapeDtypeStruct:
@@ -49,6 +51,8 @@ class Site:
 
     def apply(self, inputs: tuple[Any, ...], parameter: Any) -> Any:
         """Evaluates the equation for one example."""
+        if self.mask is not None:
+            return self.mask.convolve(*inputs, parameter)
         operands = (*inputs[: self.argument], parameter, *inputs[self.argument :])
         return self.primitive.bind(*operands, **self.params)
 
@@ -169,4 +173,17 @@ def per_example(
             f"{site.argument}), for the equation at {site.location}. Correct the rule given to "
             "perex.register_rule."
         )
-    return result.astype(site.parameter.dtype)
+    result = result.astype(site.parameter.dtype)
+    return result if site.mask is None else site.mask.zero_masked(result)
+
+
+def weighted_sum(
+    rule: Any,
+    site: Site,
+    inputs: tuple[jax.Array, ...],
+    cotangent: jax.Array,
+    weights: jax.Array,
+) -> jax.Array:
+    """Calls the rule's ``weighted_sum``; masked entries of the sum are exactly zero."""
+    result = rule.weighted_sum(site, inputs, cotangent, weights)
+    return result if site.mask is None else site.mask.zero_masked(result)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex._per_example import materialize_all
+from perex._per_example import materialize_all, simplify
 from perex._rules import check_options
 from perex._transform import Problem, sweep
 
@@ -127,14 +127,21 @@ class Options:
             )
         axes: list[int | None] = []
         for position, (axis, argument) in enumerate(zip(in_axes, args, strict=True)):
+            # None is an axis in in_axes, but no leaf of an argument.
+            prefixes, structure = jax.tree.flatten(axis, is_leaf=lambda x: x is None)
             try:
-                full = jax.tree.broadcast(axis, argument, is_leaf=lambda x: x is None)
+                subtrees = structure.flatten_up_to(argument)
             except ValueError as error:
                 raise ValueError(
                     f"{self.name}: in_axes[{position}] = {axis!r} is not a prefix of the structure "
                     f"of argument {position}: {error}"
                 ) from None
-            axes.extend(jax.tree.leaves(full, is_leaf=lambda x: x is None))
+            for prefix, subtree in zip(prefixes, subtrees, strict=True):
+                if prefix is not None and (isinstance(prefix, bool) or not isinstance(prefix, int)):
+                    raise TypeError(
+                        f"{self.name}: in_axes[{position}] must hold ints or None, got {prefix!r}."
+                    )
+                axes.extend([prefix] * jax.tree.structure(subtree).num_leaves)
         return axes
 
     def _check_leaf(self, path: Any, leaf: Any, is_parameter: bool) -> None:
@@ -310,7 +317,7 @@ def grad(
     options = Options.check("perex.grad", fun, argnums, has_aux, in_axes, keep_batch_dim, conv=conv)
     differentiate = _differentiate(options, factored)
 
-    @_signature_of(fun)
+    @signature_of(fun)
     def gradient(*args: Any, **kwargs: Any) -> Any:
         value, gradients = differentiate(*args, **kwargs)
         return (gradients, value[1]) if has_aux else gradients
@@ -319,17 +326,17 @@ def grad(
 
 
 def _differentiate(options: Options, factored: bool) -> Callable[..., Any]:
-    @_signature_of(options.fun)
+    @signature_of(options.fun)
     def value_and_gradient(*args: Any, **kwargs: Any) -> Any:
         result = sweep(options.problem(args, kwargs))
-        gradients = result.gradients if factored else materialize_all(result.gradients)
+        gradients = (simplify if factored else materialize_all)(result.gradients)
         tree = options.by_argument(args, gradients)
         return ((result.values, result.aux) if options.has_aux else result.values), tree
 
     return value_and_gradient
 
 
-def _signature_of(fun: Callable[..., Any]) -> Callable[..., Any]:
+def signature_of(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a transformed function the name and docstring of the original, where it has them."""
 
     def decorate(transformed: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,26 +25,34 @@ def loop(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         axes = in_axes or [None if i in chosen else 0 for i in range(len(args))]
-        sizes = [
-            jnp.shape(leaf)[axis]
-            for axis, argument in zip(axes, args, strict=True)
-            if axis is not None
-            for leaf in jax.tree.leaves(argument)
+        leaves, treedef = jax.tree.flatten(args)
+        flat_axes = [
+            axis
+            for prefix, argument in zip(axes, args, strict=True)
+            for axis in _axes_of_leaves(prefix, argument)
         ]
+        sizes = {jnp.shape(x)[a] for x, a in zip(leaves, flat_axes, strict=True) if a is not None}
+        (size,) = sizes
         results = []
-        for b in range(sizes[0]):
-            example = [
-                argument
-                if axis is None
-                else jax.tree.map(lambda x, a=axis, b=b: jnp.take(x, b, axis=a), argument)
-                for axis, argument in zip(axes, args, strict=True)
-            ]
+        for b in range(size):
+            example = treedef.unflatten(
+                x if axis is None else jnp.take(x, b, axis=axis)
+                for x, axis in zip(leaves, flat_axes, strict=True)
+            )
             value, gradients = jax.value_and_grad(fun, argnums, has_aux)(*example, **kwargs)
             value, aux = value if has_aux else (value, None)
             results.append((value, aux, gradients))
         return jax.tree.map(lambda *xs: np.stack([np.asarray(x) for x in xs]), *results)
 
     return run
+
+
+def _axes_of_leaves(prefix: Any, argument: Any) -> list[int | None]:
+    if prefix is None or isinstance(prefix, int):
+        return [prefix] * len(jax.tree.leaves(argument))
+    keys = sorted(prefix) if isinstance(prefix, dict) else range(len(prefix))
+    pairs = [(prefix[key], argument[key]) for key in keys]
+    return [axis for part, subtree in pairs for axis in _axes_of_leaves(part, subtree)]
 
 
 def to_float64(tree: Any) -> Any:

@@ -26,7 +26,10 @@ class ScaledNorms(NamedTuple):
 
     def values(self) -> jax.Array:
         """Return the norms `[B]`; infinite where the norm itself is too large for the dtype."""
-        return self.scale * jnp.sqrt(self.squares)
+        # A square root has no derivative at zero; that of the norm shall be zero there.
+        nonzero = self.squares != 0
+        root = jnp.sqrt(jnp.where(nonzero, self.squares, 1))
+        return self.scale * jnp.where(nonzero, root, 0)
 
 
 def is_factored(leaf: Any) -> bool:
@@ -53,6 +56,8 @@ def square_norms(leaf: Any) -> ScaledNorms:
     Returns:
       The norms, `[B]`, in at least float32.
     """
+    if hasattr(leaf, "scaled_norms"):
+        return leaf.scaled_norms()
     if is_factored(leaf):
         return from_square_norms(leaf.square_norms())
     return _array_norms(leaf)

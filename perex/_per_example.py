@@ -1,109 +1,30 @@
 """`PerExample`: the per-example gradient of one parameter, as factors.
 
-The gradient of an example at a site is a bilinear function of the site's input and of the cotangent
-of its result. Keeping these two, one can have the gradients, only their norms, or a weighted sum
-over examples, without ever holding one gradient for each example.
+It holds what a site's gradient is made of instead of the gradient of every example, and offers
+what users want of these: themselves, their norms, a weighted sum.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from perex._evaluate import Factors
-from perex._preparation import Preparation
-from perex._rules import per_example
+from perex import _norms, _ways
+from perex._norms import ScaledNorms
+from perex._rules.chunks import map_chunks, sum_chunks
+from perex._rules.outer_product import divide, sum_squares, unit_scale
+from perex._tied import norms_by_pairs
+from perex._uses import Use
 
 # A streamed norm or sum holds about this many bytes of per-example gradients at a time.
-_STREAM_BYTES = 1 << 25
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("factors", "values"),
-    meta_fields=("preparation",),
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class Use:
-    """One use of a parameter at a site, for a batch of examples.
-
-    Attributes:
-      factors: the site's inputs and the cotangent of its result, ``[B, *scans, ...]``.
-      values: what the preparation needs, without an example axis.
-      preparation: the way from the leaf to the site.
-    """
-
-    factors: Factors
-    values: tuple[Any, ...]
-    preparation: Preparation
-
-    def operand_gradient(self) -> jax.Array:
-        """Returns the gradient of the site's operand, ``[B, *stacked scans, *operand]``."""
-        return self._by_step(per_example, 1)
-
-    def pull_back(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of the leaf ``[B, *leaf]`` from that of the operand."""
-        return jax.vmap(lambda g: self.preparation.pull_back(self.values, g))(gradient)
-
-    def square_norms(self) -> jax.Array | None:
-        """Returns the squared norms ``[B]``, or None where only the gradients tell."""
-        if not (self.preparation.isometric and self._offers("square_norm")):
-            return None
-        norms = self._by_step(lambda rule, *arguments: rule.square_norm(*arguments), 1)
-        return norms.reshape(norms.shape[0], -1).sum(-1)
-
-    def weighted_sum(self, weights: jax.Array) -> jax.Array | None:
-        """Returns the sum of weight times gradient ``[*leaf]``, or None if the rule offers none."""
-        if not self._offers("weighted_sum"):
-            return None
-        total = self._by_step(lambda rule, *arguments: rule.weighted_sum(*arguments, weights), 0)
-        operand = self.preparation.use.site.parameter.dtype
-        if self.preparation.is_identity:
-            return total
-        return self.preparation.pull_back(self.values, total.astype(operand))
-
-    def _offers(self, method: str) -> bool:
-        use = self.preparation.use
-        repeated = any(not stacked for _, stacked in use.stack)
-        return hasattr(use.rule, method) and (not repeated or hasattr(use.rule, "merge_repeats"))
-
-    def _by_step(self, function: Callable[..., jax.Array], axis: int) -> jax.Array:
-        """Calls ``function(rule, site, inputs, cotangent)``, once for each operand.
-
-        Steps of a scan that share one operand are merged into one use; where the operand differs
-        from step to step, the results are stacked along ``axis``.
-        """
-        use = self.preparation.use
-        stacked = [i for i, (_, is_stacked) in enumerate(use.stack) if is_stacked]
-        shared = [i for i, (_, is_stacked) in enumerate(use.stack) if not is_stacked]
-        lengths = [use.stack[i][0] for i in stacked]
-
-        def arrange(x: jax.Array) -> jax.Array:
-            order = [0, *(i + 1 for i in stacked), *(i + 1 for i in shared)]
-            x = jnp.transpose(x, (*order, *range(len(order), x.ndim)))
-            repeats = [math.prod(use.stack[i][0] for i in shared)] if shared else []
-            flat = [math.prod(lengths)] if stacked else []
-            return x.reshape(x.shape[0], *flat, *repeats, *x.shape[len(order) :])
-
-        def one(factors: Factors) -> jax.Array:
-            if shared and hasattr(use.rule, "merge_repeats"):
-                return function(use.rule, *use.rule.merge_repeats(use.site, *factors))
-            if shared:
-                each = jax.vmap(partial(function, use.rule, use.site), in_axes=1)
-                return each(*factors).sum(0)
-            return function(use.rule, use.site, *factors)
-
-        factors = jax.tree.map(arrange, self.factors)
-        if not stacked:
-            return one(factors)
-        result = jax.vmap(one, in_axes=1, out_axes=axis)(factors)
-        return result.reshape(*result.shape[:axis], *lengths, *result.shape[axis + 1 :])
+_CHUNK_BYTES = 1 << 23
 
 
 @partial(
@@ -115,8 +36,9 @@ class Use:
 class PerExample:
     """Stands for an array ``[B, *shape]`` of per-example gradients without holding it.
 
-    A pytree of arrays: it crosses ``jit``, ``vmap`` (which puts further axes in front) and
-    ``jax.tree.map``. ``jnp.asarray`` materialises it.
+    `perex.grad` with ``factored=True`` returns it where the array would be costly. It is a pytree
+    of arrays: it crosses ``jit`` (where it can be donated), ``vmap`` (which puts further axes in
+    front) and ``jax.tree.map``. ``jnp.asarray`` materialises it, and `perex.dp_clip` takes it.
 
     Attributes:
       uses: the uses of the parameter at sites.
@@ -124,6 +46,16 @@ class PerExample:
       batch_size: B.
       leaf_shape: the parameter's shape.
       leaf_dtype: the parameter's dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, perex
+      >>> loss = lambda w, x: jnp.sum((x @ w) ** 2)
+      >>> x = jnp.ones((8, 1, 256))
+      >>> gradient = perex.grad(loss, factored=True)(jnp.ones((256, 256)), x)
+      >>> gradient.shape, gradient.square_norms().shape
+      ((8, 256, 256), (8,))
+      >>> gradient.weighted_sum(jnp.ones(8)).shape
+      (256, 256)
     """
 
     uses: tuple[Use, ...]
@@ -143,9 +75,17 @@ class PerExample:
         return len(self.shape)
 
     @property
+    def size(self) -> int:
+        """The number of entries of the array that this stands for."""
+        return math.prod(self.shape)
+
+    @property
     def dtype(self) -> Any:
         """The dtype of the array that this stands for, that of the parameter."""
-        return self.leaf_dtype
+        return jnp.dtype(self.leaf_dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
     def _outer_shape(self) -> tuple[int, ...]:
         if self.dense is not None:
@@ -161,111 +101,174 @@ class PerExample:
         """Returns the per-example gradients, ``[B, *shape]``."""
         if self._outer_shape():
             return jax.vmap(PerExample.materialize)(self)
-        return self._sum([u.pull_back(u.operand_gradient()) for u in self.uses])
+        return materialize_all([self])[0]
 
-    def _sum(self, gradients: list[jax.Array]) -> jax.Array:
-        terms = [*gradients, *([] if self.dense is None else [self.dense])]
-        if not terms:
-            return jnp.zeros((self.batch_size, *self.leaf_shape), self.leaf_dtype)
-        return sum(terms[1:], terms[0]).astype(self.leaf_dtype)
-
-    def square_norms(self) -> jax.Array:
-        """Returns the squared L2 norm of each example's gradient, ``[B]``, at least float32."""
+    def scaled_norms(self) -> ScaledNorms:
+        """Returns the norms ``[B]`` in two parts, neither of which overflows or underflows."""
         if self._outer_shape():
-            return jax.vmap(PerExample.square_norms)(self)
-        if len(self.uses) == 1 and self.dense is None:
-            norms = self.uses[0].square_norms()
+            return jax.vmap(PerExample.scaled_norms)(self)
+        if not self.uses:
+            return _norms.square_norms(self.materialize())
+        if self.dense is None:
+            norms = self.uses[0].norms() if len(self.uses) == 1 else norms_by_pairs(self.uses)
             if norms is not None:
                 return norms
-        if not self.uses:
-            return _square_norms(self._sum([]))
-        return self._in_chunks(lambda chunk, _: _square_norms(chunk.materialize()), None)
+        return ScaledNorms(*self._in_chunks(_chunk_norms).T)
+
+    def square_norms(self) -> jax.Array:
+        """Returns the squared L2 norm of each example's gradient.
+
+        The square of a norm below 1e-19 or above 1e19 is out of range in float32, and comes out as
+        zero or infinite; `perex.grad_norms` and `perex.dp_clip` do not meet this limit.
+
+        Returns:
+          ``[B]``, in the parameter's dtype or float32, whichever is wider; never below zero.
+        """
+        norms = self.scaled_norms()
+        return norms.scale * (norms.scale * norms.squares)
 
     def weighted_sum(self, weights: jax.Array) -> jax.Array:
         """Returns the sum over examples of weight times gradient.
 
         Args:
-          weights: ``[B]``, one for each example.
+          weights: ``[B]``, one for each example. An example of weight zero adds exactly zero, even
+            if its gradient holds NaN or Inf.
 
         Returns:
-          An array of the parameter's shape, at least float32.
+          An array of the parameter's shape, in its dtype or float32, whichever is wider.
         """
         if self._outer_shape():
             return jax.vmap(PerExample.weighted_sum)(self, weights)
         dtype = jnp.promote_types(self.leaf_dtype, jnp.float32)
+        weights = jnp.asarray(weights).astype(dtype)
         total = jnp.zeros(self.leaf_shape, dtype)
         if self.dense is not None:
-            total += jnp.tensordot(weights.astype(dtype), self.dense.astype(dtype), 1)
+            total += _norms.weighted_sum(self.dense, weights)
         for use in self.uses:
             term = use.weighted_sum(weights)
             if term is None:
                 alone = dataclasses.replace(self, uses=(use,), dense=None)
-                term = alone._in_chunks(
-                    lambda chunk, w: jnp.tensordot(w, chunk.materialize().astype(dtype), 1)[None],
-                    weights.astype(dtype),
-                ).sum(0)
+                term = alone._in_chunks(_chunk_sum, weights)
             total += term.astype(dtype)
         return total
 
     def _in_chunks(
-        self, function: Callable[..., jax.Array], weights: jax.Array | None
+        self, function: Callable[..., jax.Array], weights: jax.Array | None = None
     ) -> jax.Array:
-        """Concatenates ``function(chunk, weights)`` over chunks of examples.
+        """Calls a function of the gradients of a few examples at a time.
 
-        The batch is cut along the second axis of a (chunk, steps) reshape, so that a batch sharded
-        over devices is not gathered. What is padded has zero factors, so zero gradients.
+        Args:
+          function: from gradients ``[b, *shape]`` to ``[b, ...]``; with weights, from gradients and
+            weights to their sum ``[*shape]``.
+          weights: ``[B]`` or None.
+
+        Returns:
+          The results joined, or added up if there are weights.
         """
-        size = math.prod(self.leaf_shape) * jnp.dtype(self.leaf_dtype).itemsize
-        chunk = max(1, min(self.batch_size, _STREAM_BYTES // max(1, size)))
-        steps = -(-self.batch_size // chunk)
-        batched = ([use.factors for use in self.uses], self.dense, weights)
-        if steps <= 1:
-            return function(self, weights)
+        arrays, treedef = jax.tree.flatten(([use.factors for use in self.uses], self.dense))
 
-        def cut(x: jax.Array) -> jax.Array:
-            x = jnp.pad(x, [(0, chunk * steps - x.shape[0])] + [(0, 0)] * (x.ndim - 1))
-            return jnp.moveaxis(x.reshape(chunk, steps, *x.shape[1:]), 1, 0)
-
-        def one(batched: Any) -> jax.Array:
-            factors, dense, weights = batched
+        def some(*arrays: jax.Array) -> jax.Array:
+            factors, dense = treedef.unflatten(arrays[: treedef.num_leaves])
             uses = tuple(
                 dataclasses.replace(u, factors=f) for u, f in zip(self.uses, factors, strict=True)
             )
-            part = dataclasses.replace(self, uses=uses, dense=dense, batch_size=chunk)
-            return function(part, weights)
+            part = dataclasses.replace(self, uses=uses, dense=dense, batch_size=arrays[0].shape[0])
+            return function(part.materialize(), *arrays[treedef.num_leaves :])
 
-        results = jax.lax.map(one, jax.tree.map(cut, batched))
-        if weights is not None:
-            return results.reshape(-1, *results.shape[2:])
-        return jnp.moveaxis(results, 0, 1).reshape(-1)[: self.batch_size]
+        wanted = _chunk_size(self.uses, math.prod(self.leaf_shape))
+        if weights is None:
+            return map_chunks(some, tuple(arrays), wanted)
+        return sum_chunks(some, (*arrays, weights), wanted)
 
     def __jax_array__(self) -> jax.Array:
         return self.materialize()
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        del copy
+        return np.asarray(self.materialize(), dtype)
+
     def __repr__(self) -> str:
-        names = ", ".join(
-            f"{u.preparation.use.site.primitive} at {u.preparation.use.site.location}"
-            for u in self.uses
-        )
-        dense = "" if self.dense is None else " + dense"
-        return f"PerExample(shape={self.shape}, dtype={jnp.dtype(self.dtype)}, [{names}]{dense})"
+        terms = []
+        for use in self.uses:
+            site = use.preparation.use.site
+            operands = [str(list(x.shape)) for x in (*use.factors.inputs, use.factors.cotangent)]
+            terms.append(f"{site.primitive} of {' and '.join(operands)} at {site.location}")
+        if self.dense is not None:
+            terms.append("an array")
+        return f"PerExample(shape={self.shape}, dtype={self.dtype}, {' + '.join(terms) or 'zero'})"
 
 
-def _square_norms(gradients: jax.Array) -> jax.Array:
-    gradients = gradients.astype(jnp.promote_types(gradients.dtype, jnp.float32))
-    return jnp.sum(jnp.square(jnp.abs(gradients)), axis=tuple(range(1, gradients.ndim)))
+def _chunk_norms(gradients: jax.Array) -> jax.Array:
+    """Returns scale and squares ``[b, 2]`` of the norms of gradients ``[b, *shape]``."""
+    scale = unit_scale(gradients)
+    return jnp.stack([scale, sum_squares(divide(gradients, scale, scale.dtype))], axis=1)
 
 
-def materialize_all(leaves: list[PerExample]) -> list[jax.Array]:
+def _chunk_sum(gradients: jax.Array, weights: jax.Array) -> jax.Array:
+    used = jnp.expand_dims(weights != 0, tuple(range(1, gradients.ndim)))
+    gradients = jnp.where(used, gradients, 0).astype(weights.dtype)
+    return jnp.tensordot(weights, gradients, 1, precision=jax.lax.Precision.HIGHEST)
+
+
+def _chunk_size(uses: Sequence[Use], size: int) -> int:
+    """Returns how many examples to hold gradients of, for a leaf of ``size`` entries."""
+    sizes = [size, *(u.preparation.use.site.parameter.size for u in uses)]
+    return max(1, _CHUNK_BYTES // max(1, 4 * max(sizes)))
+
+
+def materialize_all(leaves: Sequence[PerExample]) -> list[jax.Array]:
     """Materialises several leaves; one operand's gradient is computed once for all its leaves."""
-    operand_gradients: dict[int, jax.Array] = {}
-    results = []
-    for leaf in leaves:
-        gradients = []
+    shared: dict[int, list[tuple[int, Use]]] = {}
+    for number, leaf in enumerate(leaves):
         for use in leaf.uses:
-            key = id(use.factors)
-            if key not in operand_gradients:
-                operand_gradients[key] = use.operand_gradient()
-            gradients.append(use.pull_back(operand_gradients[key]))
-        results.append(leaf._sum(gradients))
+            shared.setdefault(id(use.factors), []).append((number, use))
+    terms: list[list[jax.Array]] = [[] for _ in leaves]
+    for members in shared.values():
+        numbers, uses = zip(*members, strict=True)
+        for number, gradient in zip(numbers, _leaf_gradients(uses), strict=True):
+            terms[number].append(gradient)
+    results = []
+    for leaf, gradients in zip(leaves, terms, strict=True):
+        if leaf.dense is not None:
+            gradients.append(leaf.dense)
+        if not gradients:
+            gradients.append(jnp.zeros((leaf.batch_size, *leaf.leaf_shape), leaf.leaf_dtype))
+        results.append(sum(gradients[1:], gradients[0]).astype(leaf.leaf_dtype))
     return results
+
+
+def _leaf_gradients(uses: Sequence[Use]) -> list[jax.Array]:
+    """Returns the gradients ``[B, *leaf]`` of leaves that are prepared for one site."""
+    if all(use.preparation.isometric for use in uses):
+        gradient = uses[0].operand_gradient()
+        return [use.pull_back(gradient) for use in uses]
+    # The operand can be far larger than its leaves (low-rank products), so the gradients of all
+    # examples with respect to it must not exist at once.
+    arrays, treedef = jax.tree.flatten(uses[0].factors)
+
+    def pulled(*arrays: jax.Array) -> list[jax.Array]:
+        factors = treedef.unflatten(arrays)
+        gradient = dataclasses.replace(uses[0], factors=factors).operand_gradient()
+        return [use.pull_back(gradient) for use in uses]
+
+    structs = jax.eval_shape(pulled, *arrays)
+    dtype = jnp.result_type(*structs)
+
+    def some(*arrays: jax.Array) -> jax.Array:
+        flat = [x.reshape(x.shape[0], -1).astype(dtype) for x in pulled(*arrays)]
+        return jnp.concatenate(flat, axis=1)
+
+    sizes = [math.prod(struct.shape[1:]) for struct in structs]
+    joined = map_chunks(some, tuple(arrays), _chunk_size(uses, sum(sizes)))
+    parts = jnp.split(joined, np.cumsum(sizes)[:-1], axis=1)
+    return [
+        part.reshape(struct.shape).astype(struct.dtype)
+        for part, struct in zip(parts, structs, strict=True)
+    ]
+
+
+def simplify(leaves: Sequence[PerExample]) -> list[PerExample | jax.Array]:
+    """Replaces leaves by arrays where these cost little or nothing better is known."""
+    kept = [_ways.keeps(leaf) for leaf in leaves]
+    arrays = iter(materialize_all([x for x, keep in zip(leaves, kept, strict=True) if keep]))
+    return [next(arrays) if keep else leaf for leaf, keep in zip(leaves, kept, strict=True)]

@@ -12,9 +12,10 @@ import numpy as np
 
 from perex import _compat, _evaluate, _plan, _trace
 from perex._masks import Knowledge
-from perex._per_example import PerExample, Use
+from perex._per_example import PerExample
 from perex._plan import DATA, PARAM, Plan
 from perex._preparation import Preparation
+from perex._uses import Use, merge_uses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,6 +224,7 @@ def _gradients(
         )
     values = {**plan.program.constants, **known}
     gradients = []
+    merged: dict[Any, Use] = {}
     for variable, is_parameter in zip(plan.program.inputs, problem.parameters, strict=True):
         if not is_parameter:
             continue
@@ -234,6 +236,12 @@ def _gradients(
                 uses.append(Use(factor, needed, preparation))
         aval = plan.program.avals[variable]
         gradients.append(
-            PerExample(tuple(uses), dense.get(variable), problem.batch_size, aval.shape, aval.dtype)
+            PerExample(
+                merge_uses(uses, merged),
+                dense.get(variable),
+                problem.batch_size,
+                aval.shape,
+                aval.dtype,
+            )
         )
     return gradients

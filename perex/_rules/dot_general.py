@@ -114,6 +114,36 @@ class DotGeneralRule:
         a, b, _ = _factors(site, *inputs, cotangent)
         return outer_product.square_norms(a, b, **_numerics(site))
 
+    def scaled_norm(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the norms as scale ``[B]`` and square ``[B]``, both in range."""
+        a, b, _ = _factors(site, *inputs, cotangent)
+        return outer_product.scaled_norms(a, b, **_numerics(site))
+
+    def outer_form(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    ) -> tuple[tuple[jax.Array, tuple[int, ...]], ...] | None:
+        """Returns the two factors ``[B, T, N]`` of the gradient, each with the axes it spans.
+
+        None where the product has batch axes.
+        """
+        a, b, layout = _factors(site, *inputs, cotangent)
+        if layout.w_batch:
+            return None
+        return (a[:, 0], layout.w_contract), (b[:, 0], layout.w_free)
+
+    def estimate(self, site: Site, batch_size: int) -> dict[str, float]:
+        """Returns estimated seconds of each way to a clipped sum."""
+        layout = _Layout.of(site)
+        x, w = site.inputs[0].shape, site.parameter.shape
+        groups, positions, depth = (
+            math.prod(x[i] for i in axes)
+            for axes in (layout.x_batch, layout.x_free, layout.x_contract)
+        )
+        outputs = math.prod(w[i] for i in layout.w_free)
+        return outer_product.estimate(groups, positions, depth, outputs, batch_size)
+
     def weighted_sum(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array, weights: jax.Array
     ) -> jax.Array:

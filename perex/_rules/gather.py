@@ -16,6 +16,9 @@ import jax.numpy as jnp
 
 from perex._rules.registry import Site
 
+# Two CPU cores, float32: what reading or writing one number in memory takes.
+_SECONDS_PER_ENTRY = 5e-10
+
 
 class GatherRule:
     """Per-example gradients of a table from which rows (or any slices) are gathered."""
@@ -50,14 +53,43 @@ class GatherRule:
             return jnp.sum(jnp.square(jnp.abs(gradients)), axis=tuple(range(1, gradients.ndim)))
         return jax.vmap(_square_norm_of_rows)(*rows)
 
+    def outer_form(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    ) -> tuple[tuple[jax.Array, tuple[int, ...]], ...] | None:
+        """Returns ids ``[B, T]`` and rows ``[B, T, D]``, each with the table's axes it spans.
+
+        None where the gather does not look up whole rows.
+        """
+        rows = _rows(site, inputs[0], cotangent)
+        mapped = tuple(site.params["dimension_numbers"].start_index_map)
+        if rows is None:
+            return None
+        rest = tuple(d for d in range(len(site.parameter.shape)) if d not in mapped)
+        return (rows[0], mapped), (rows[1], rest)
+
+    def estimate(self, site: Site, batch_size: int) -> dict[str, float]:
+        """Returns estimated seconds of each way to a clipped sum.
+
+        Norms cost in the number of rows looked up, gradients in the size of the table.
+        """
+        looked_up = batch_size * math.prod(site.out.shape) * _SECONDS_PER_ENTRY
+        table = math.prod(site.parameter.shape) * _SECONDS_PER_ENTRY
+        return {
+            "keep": looked_up + 3 * batch_size * table,
+            "gram": 2 * looked_up + table,
+            "stream": 2 * looked_up + (2 * batch_size + 1) * table,
+        }
+
     def weighted_sum(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array, weights: jax.Array
     ) -> jax.Array:
         """Returns the weighted sum over examples, of the table's shape, at least float32."""
         dtype = jnp.promote_types(cotangent.dtype, jnp.float32)
         weights = weights.reshape(-1, *[1] * (cotangent.ndim - 1)).astype(dtype)
+        # By select, so that NaN and Inf of an example of weight zero stay out of the sum.
+        cotangent = jnp.where(weights != 0, weights * cotangent.astype(dtype), 0)
         site, (indices,), cotangent = self.merge_repeats(
-            site, tuple(x[None] for x in inputs), (weights * cotangent.astype(dtype))[None]
+            site, tuple(x[None] for x in inputs), cotangent[None]
         )
         return _transpose(site, indices[0], cotangent[0])
 

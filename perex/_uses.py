@@ -1,0 +1,234 @@
+"""`Use`: the per-example gradient of a parameter through one site, as factors.
+
+The gradient of an example at a site is linear in the cotangent of the site's result and, for the
+rules of this library, linear in the site's inputs as well. Keeping these two *factors*, one can
+have the gradients, only their norms, or a weighted sum over examples.
+
+Letters: B examples.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from perex._evaluate import Factors
+from perex._norms import ScaledNorms
+from perex._preparation import Preparation
+from perex._rules.outer_product import combine_scales, divide, unit_scale
+from perex._rules.registry import per_example, weighted_sum
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("factors", "values"),
+    meta_fields=("preparation",),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Use:
+    """One use of a parameter at a site, for a batch of examples.
+
+    Attributes:
+      factors: the site's inputs and the cotangent of its result, ``[B, *scans, ...]``.
+      values: what the preparation needs, without an example axis.
+      preparation: the way from the leaf to the site.
+    """
+
+    factors: Factors
+    values: tuple[Any, ...]
+    preparation: Preparation
+
+    def operand_gradient(self) -> jax.Array:
+        """Returns the gradient of the site's operand, ``[B, *stacked scans, *operand]``."""
+        return self._by_step(per_example, 1)
+
+    def pull_back(self, gradient: jax.Array) -> jax.Array:
+        """Returns the gradient of the leaf ``[B, *leaf]`` from that of the operand."""
+        return jax.vmap(lambda g: self.preparation.pull_back(self.values, g))(gradient)
+
+    def norms(self) -> ScaledNorms | None:
+        """Returns the norms ``[B]``, or None where only the gradients tell."""
+        if not (self.preparation.isometric and self.offers("square_norm")):
+            return None
+        if self.preparation.use.site.mask is not None:
+            return None
+        if hasattr(self.preparation.use.rule, "scaled_norm"):
+            scale, squares = self._by_step(
+                lambda rule, *arguments: rule.scaled_norm(*arguments), axis=1
+            )
+        else:
+            scale, scaled = _scaled(self.factors)
+            squares = dataclasses.replace(self, factors=scaled)._by_step(
+                lambda rule, *arguments: rule.square_norm(*arguments), axis=1
+            )
+            scale = jnp.broadcast_to(
+                jax.lax.expand_dims(scale, range(1, squares.ndim)), squares.shape
+            )
+        batch = squares.shape[0]
+        return _over_steps(ScaledNorms(scale.reshape(batch, -1), squares.reshape(batch, -1)))
+
+    def weighted_sum(self, weights: jax.Array) -> jax.Array | None:
+        """Returns the sum of weight times gradient ``[*leaf]``, or None if the rule offers none."""
+        if not self.offers("weighted_sum"):
+            return None
+        total = self._by_step(lambda *arguments: weighted_sum(*arguments, weights), 0)
+        return self._pull_back_sum(total)
+
+    def _pull_back_sum(self, total: jax.Array) -> jax.Array:
+        """Pulls a sum back to the leaf without rounding it to the operand's dtype.
+
+        The pull-back takes the operand's dtype. It is linear, so a sum of higher precision goes
+        through in parts, each rounding error of the last one.
+        """
+        if self.preparation.is_identity:
+            return total
+        operand = self.preparation.use.site.parameter.dtype
+        parts = -(-jnp.finfo(total.dtype).nmant // (jnp.finfo(operand).nmant + 1))
+        pulled = None
+        for _ in range(parts):
+            part = total.astype(operand)
+            total = total - part.astype(total.dtype)
+            result = self.preparation.pull_back(self.values, part).astype(total.dtype)
+            pulled = result if pulled is None else pulled + result
+        return pulled  # type: ignore[return-value]
+
+    def offers(self, method: str) -> bool:
+        """Whether the rule has an optional method that works here."""
+        use = self.preparation.use
+        repeated = any(not stacked for _, stacked in use.stack)
+        return hasattr(use.rule, method) and (not repeated or hasattr(use.rule, "merge_repeats"))
+
+    def _by_step(self, function: Callable[..., Any], axis: int) -> Any:
+        """Calls ``function(rule, site, inputs, cotangent)``, once for each operand.
+
+        Steps of a scan that share one operand are merged into one use; where the operand differs
+        from step to step, the results are stacked along ``axis``.
+        """
+        use = self.preparation.use
+        lengths = [length for length, stacked in use.stack if stacked]
+        repeated = len(lengths) < len(use.stack)
+
+        def one(factors: Factors) -> Any:
+            if repeated and hasattr(use.rule, "merge_repeats"):
+                return function(use.rule, *use.rule.merge_repeats(use.site, *factors))
+            if repeated:
+                each = jax.vmap(partial(function, use.rule, use.site), in_axes=1)
+                return each(*factors).sum(0)
+            return function(use.rule, use.site, *factors)
+
+        factors = self._arranged()
+        if not lengths:
+            return one(factors)
+        results = jax.vmap(one, in_axes=1, out_axes=axis)(factors)
+        return jax.tree.map(
+            lambda x: x.reshape(*x.shape[:axis], *lengths, *x.shape[axis + 1 :]), results
+        )
+
+    def _arranged(self) -> Factors:
+        """Returns the factors ``[B, S, R, ...]``: one axis for stacked, one for shared steps.
+
+        Either axis is missing where there are no such steps.
+        """
+        stack = self.preparation.use.stack
+        stacked = [i for i, (_, is_stacked) in enumerate(stack) if is_stacked]
+        shared = [i for i, (_, is_stacked) in enumerate(stack) if not is_stacked]
+
+        def arrange(x: jax.Array) -> jax.Array:
+            order = [0, *(i + 1 for i in stacked), *(i + 1 for i in shared)]
+            x = jnp.transpose(x, (*order, *range(len(order), x.ndim)))
+            sizes = [math.prod(stack[i][0] for i in part) for part in (stacked, shared) if part]
+            return x.reshape(x.shape[0], *sizes, *x.shape[len(order) :])
+
+        return jax.tree.map(arrange, self.factors)
+
+    def merged(self) -> tuple[Any, tuple[Any, ...], jax.Array] | None:
+        """Returns (site, inputs, cotangent) of one equivalent site, or None where there is none."""
+        use = self.preparation.use
+        if any(stacked for _, stacked in use.stack):
+            return None
+        if not use.stack:
+            return use.site, self.factors.inputs, self.factors.cotangent
+        if not hasattr(use.rule, "merge_repeats"):
+            return None
+        return use.rule.merge_repeats(use.site, *self._arranged())
+
+
+def _scaled(factors: Factors) -> tuple[jax.Array, Factors]:
+    """Divides the cotangent so that gradients are around one, and returns the divisor ``[B]``.
+
+    Any rule is linear in the cotangent. For one that is linear in its inputs too, the inputs' scale
+    belongs into the divisor; for another it does no harm.
+    """
+    inputs, cotangent = factors
+    scale = unit_scale(cotangent)
+    cotangent = divide(cotangent, scale, cotangent.dtype)
+    for x in inputs:
+        # A half-precision cotangent has no room for the inputs' scale, nor can its inputs have one
+        # that float32 squares would not bear.
+        wide = jnp.finfo(cotangent.dtype).maxexp >= 128
+        if wide and jnp.issubdtype(x.dtype, jnp.inexact):
+            scale_x = unit_scale(x).astype(scale.dtype)
+            cotangent = divide(cotangent, scale_x, cotangent.dtype)
+            scale = combine_scales(scale, scale_x)
+    return scale, Factors(inputs, cotangent)
+
+
+def _over_steps(norms: ScaledNorms) -> ScaledNorms:
+    """Combines norms ``[B, S]`` of parts to the norms ``[B]`` of the whole."""
+    if norms.squares.shape[1] == 1:
+        return ScaledNorms(norms.scale[:, 0], norms.squares[:, 0])
+    scale = jnp.max(norms.scale, axis=1, initial=0)
+    ratio = norms.scale / jnp.where(scale == 0, 1, scale)[:, None]
+    return ScaledNorms(scale, jnp.sum(norms.squares * ratio * ratio, axis=1))
+
+
+def merge_uses(uses: Sequence[Use], merged: dict[Any, Use] | None = None) -> tuple[Use, ...]:
+    """Makes one use of those that repeat the same equation with the same operand.
+
+    A recurrent loop written out in Python has a use of its weight at each step. As one use, their
+    sum is one contraction, and so is its norm.
+
+    Args:
+      uses: the uses of one leaf.
+      merged: what has been merged before, to be shared by leaves that have sites in common.
+
+    Returns:
+      The uses, fewer perhaps.
+    """
+    groups: list[list[Use]] = []
+    for use in uses:
+        for group in groups:
+            if _repeats(group[0], use):
+                group.append(use)
+                break
+        else:
+            groups.append([use])
+    return tuple(group[0] if len(group) == 1 else _stacked(group, merged) for group in groups)
+
+
+def _repeats(first: Use, other: Use) -> bool:
+    a, b = first.preparation, other.preparation
+    if not hasattr(a.use.rule, "merge_repeats") or a.use.rule is not b.use.rule:
+        return False
+    if a.use.site != b.use.site or a.use.stack != b.use.stack:
+        return False
+    same = a.plan is b.plan and a.leaf == b.leaf and a.use.chain == b.use.chain
+    return a == b or (same and a.use.variable == b.use.variable)
+
+
+def _stacked(group: Sequence[Use], merged: dict[Any, Use] | None) -> Use:
+    merged = {} if merged is None else merged
+    key = tuple(id(use.factors) for use in group)
+    first = group[0].preparation
+    if key not in merged:
+        factors = jax.tree.map(lambda *xs: jnp.stack(xs, axis=1), *(u.factors for u in group))
+        merged[key] = dataclasses.replace(group[0], factors=factors)
+    stack = ((len(group), False), *first.use.stack)
+    preparation = dataclasses.replace(first, use=dataclasses.replace(first.use, stack=stack))
+    return dataclasses.replace(group[0], factors=merged[key].factors, preparation=preparation)

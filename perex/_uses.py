@@ -77,7 +77,12 @@ class Use:
         """Returns the sum of weight times gradient ``[*leaf]``, or None if the rule offers none."""
         if not self.offers("weighted_sum"):
             return None
-        total = self._by_step(lambda *arguments: weighted_sum(*arguments, weights), 0)
+        total = self._by_step(
+            lambda rule, site, inputs, cotangent: weighted_sum(
+                rule, site, inputs, cotangent, weights
+            ),
+            0,
+        )
         return self._pull_back_sum(total)
 
     def _pull_back_sum(self, total: jax.Array) -> jax.Array:

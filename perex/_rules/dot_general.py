@@ -103,7 +103,7 @@ class DotGeneralRule:
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
     ) -> jax.Array:
         """Returns ``[B, *parameter.shape]``."""
-        a, b, layout = _factors(site, *inputs, cotangent)
+        a, b, layout = _factors(site, inputs[0], cotangent)
         product = outer_product.per_example(a, b, **_numerics(site))
         return _to_parameter(site, layout, product)
 
@@ -111,14 +111,14 @@ class DotGeneralRule:
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
     ) -> jax.Array:
         """Returns the squared norms ``[B]``."""
-        a, b, _ = _factors(site, *inputs, cotangent)
+        a, b, _ = _factors(site, inputs[0], cotangent)
         return outer_product.square_norms(a, b, **_numerics(site))
 
     def scaled_norm(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the norms as scale ``[B]`` and square ``[B]``, both in range."""
-        a, b, _ = _factors(site, *inputs, cotangent)
+        a, b, _ = _factors(site, inputs[0], cotangent)
         return outer_product.scaled_norms(a, b, **_numerics(site))
 
     def outer_form(
@@ -128,7 +128,7 @@ class DotGeneralRule:
 
         None where the product has batch axes.
         """
-        a, b, layout = _factors(site, *inputs, cotangent)
+        a, b, layout = _factors(site, inputs[0], cotangent)
         if layout.w_batch:
             return None
         return (a[:, 0], layout.w_contract), (b[:, 0], layout.w_free)
@@ -148,7 +148,7 @@ class DotGeneralRule:
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array, weights: jax.Array
     ) -> jax.Array:
         """Returns the weighted sum over examples, of the parameter's shape."""
-        a, b, layout = _factors(site, *inputs, cotangent)
+        a, b, layout = _factors(site, inputs[0], cotangent)
         total = outer_product.weighted_sum(a, b, weights, **_numerics(site))
         return _to_parameter(site, layout, total)
 

@@ -1,17 +1,15 @@
 """Unfold: patches of the input, then one matrix product for each example.
 
-The patches ``A[t, (k, c)]`` are what the kernel position ``k`` reads at the output position ``t``, and the
-kernel gradient is ``A^T cotangent``. They take ``K`` times the memory of the input, so they are made
-for a few examples at a time and consumed while they are still in cache.
+The patches ``A[(k, c), t]`` are what the kernel position ``k`` reads at the output position ``t``,
+and the kernel gradient is ``A cotangent``. They take ``K`` times the memory of the input, so they
+are made for a few examples at a time and consumed while they are still in cache.
 
-Windows are taken one axis after the other, which takes ``k1 + k2`` slices for a ``k1 x k2`` kernel instead of
-``k1 * k2``. Along an axis where the windows neither overlap nor leave gaps (stride = kernel size, as in patch
-embeddings) a reshape does it, and a 1x1 kernel needs no patches at all.
+Windows are taken one axis after the other, which takes ``k1 + k2`` slices for a ``k1 x k2`` kernel
+instead of ``k1 * k2``. Along an axis where the windows neither overlap nor leave gaps (stride =
+kernel size, as in patch embeddings) a reshape does it, and a 1x1 kernel needs no patches at all.
 """
 
 from __future__ import annotations
-
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +19,15 @@ from perex._rules.chunks import map_chunks, sum_chunks
 from perex._rules.conv.normal_form import Convolution, pad_input
 
 # Patches and product of one chunk should stay in the outer cache of one core.
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 2 << 20
 # One product over several examples pays from about this many rows on.
 _SUM_ROWS = 512
 
 
 def chunk(conv: Convolution) -> int:
     """Number of examples whose patches and gradients stay in cache together."""
-    size = conv.groups * (conv.positions * conv.depth + conv.depth * conv.features) * conv.itemsize
+    gradient = conv.kernel_size * conv.itemsize
+    size = patch_bytes(conv) + gradient
     return max(1, _CHUNK_BYTES // max(1, size))
 
 
@@ -38,34 +37,41 @@ def sum_chunk(conv: Convolution) -> int:
 
 
 def patches(conv: Convolution, x: jax.Array) -> jax.Array:
-    """The patches ``[b, *K, N, *O, G, C]`` of ``x``, ``[b, N, *S, G, C]``."""
-    x = pad_input(conv, x)
+    """The patches ``[b, G, *K, C, N, *O]`` of ``x``, ``[b, N, *S, G, C]``.
+
+    Output positions come last, because rows of them are runs of the image, long even for few
+    channels, and because the product adds over the last axis of both sides then.
+    """
+    x = jnp.moveaxis(pad_input(conv, x), (-2, -1), (1, 2))
     rank = len(conv.kernel)
-    # Each round takes the last spatial axis left and puts its window in front, after the example.
+    # Each round takes the last spatial axis left and puts its window before the ones already there.
     for i in reversed(range(rank)):
-        axis = 2 + i + (rank - 1 - i)
+        axis = x.ndim - rank + i
         k, o = conv.kernel[i], conv.out[i]
         stride, dilation = conv.strides[i], conv.dilation[i]
         if k > 1 and k == stride and dilation == 1:
             x = x.reshape(*x.shape[:axis], o, k, *x.shape[axis + 1 :])
-            x = jnp.moveaxis(x, axis + 1, 1)
+            x = jnp.moveaxis(x, axis + 1, 2)
             continue
         views = [
             lax.slice_in_dim(x, j * dilation, j * dilation + (o - 1) * stride + 1, stride, axis)
             for j in range(k)
         ]
-        x = jnp.stack(views, axis=1)
+        x = jnp.stack(views, axis=2)
     return x
 
 
 def product(conv: Convolution, patch: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """Per-example gradients ``[b, *K, G, C, P]`` from patches and cotangents ``[b, N, *O, G, P]``."""
+    """Gradients ``[b, *K, G, C, P]`` from patches and cotangents ``[b, N, *O, G, P]``."""
     rank = len(conv.kernel)
-    rows = tuple(range(1 + rank, 2 + 2 * rank))
+    dtype = jnp.promote_types(patch.dtype, cotangent.dtype)
     result = lax.dot_general(
-        patch.astype(jnp.promote_types(patch.dtype, cotangent.dtype)),
-        cotangent.astype(jnp.promote_types(patch.dtype, cotangent.dtype)),
-        ((rows, tuple(range(1, 2 + rank))), ((0, 2 + 2 * rank), (0, 2 + rank))),
+        patch.astype(dtype),
+        cotangent.astype(dtype),
+        (
+            (tuple(range(3 + rank, 4 + 2 * rank)), tuple(range(1, 2 + rank))),
+            ((0, 1), (0, 2 + rank)),
+        ),
         precision=conv.precision,
         preferred_element_type=conv.dtype,
     )
@@ -104,19 +110,13 @@ def weighted_sum(
     Returns:
       ``[*K, G, C, P]`` of type ``conv.dtype``.
     """
-    rank = len(conv.kernel)
-    rows = (0, *range(1 + rank, 2 + 2 * rank))
 
     def some(x: jax.Array, cotangent: jax.Array, weights: jax.Array) -> jax.Array:
         x, cotangent = weigh(conv, x, cotangent, weights)
-        result = lax.dot_general(
-            patches(conv, x),
-            cotangent,
-            ((rows, tuple(range(2 + rank))), ((2 + 2 * rank,), (2 + rank,))),
-            precision=conv.precision,
-            preferred_element_type=conv.dtype,
-        )
-        return jnp.moveaxis(result, 0, -3)
+        # The examples of a chunk become images of one example.
+        x = x.reshape(1, -1, *x.shape[2:])
+        cotangent = cotangent.reshape(1, -1, *cotangent.shape[2:])
+        return product(conv, patches(conv, x), cotangent)[0]
 
     return sum_chunks(some, (x, cotangent, weights), sum_chunk(conv))
 
@@ -142,7 +142,5 @@ def weigh(
 
 
 def patch_bytes(conv: Convolution) -> int:
-    """Bytes of one example's patches; none are made for a kernel of one position."""
-    if math.prod(conv.kernel) == 1:
-        return 0
+    """Bytes of one example's patches."""
     return conv.groups * conv.positions * conv.depth * conv.itemsize

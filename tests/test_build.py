@@ -155,8 +155,10 @@ def test_extras_hold_what_the_tests_and_examples_import():
     assert {"perex[accounting]"} <= examples and "perex[examples]" in names(extras["test"])
 
     def check(folder, allowed):
-        local = {p.stem for p in ROOT.glob(f"{folder}/**/*.py")} | {"perex", "examples", "tests"}
-        local |= {p.stem for p in ROOT.glob("examples/*.py")} if folder == "tests" else set()
+        # A program and a test find their siblings, and a test those of the programs as well.
+        roots = ["examples", "tests"] if folder == "tests" else [folder]
+        local = {p.stem for root in roots for p in ROOT.glob(f"{root}/*") if p.stem[0] != "."}
+        local |= {"perex", "examples", "tests"}
         for path in ROOT.glob(f"{folder}/**/*.py"):
             for module in imported(ast.parse(path.read_text())):
                 top = module.split(".")[0]

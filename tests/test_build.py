@@ -2,6 +2,7 @@
 
 import ast
 import glob as globbing
+import os
 import pathlib
 import subprocess
 import sys
@@ -137,7 +138,9 @@ def test_check_sees_what_is_wrong(old, new, message):
 def test_runner_reports_the_outcome(tmp_path, outcome, code):
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    assert {outcome}\n")
     command = [sys.executable, ROOT / "tests" / "run_pytest.py", "test_it.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # half of the start-up
+    environment.pop("PYTEST_ADDOPTS", None)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == code, done.stdout + done.stderr
 
 

@@ -100,13 +100,14 @@ class Task:
       batch_size: number of examples.
       contestants: builds them.
       facts: figures about the task, known beforehand.
-      judge: adds figures to the row once everything is measured.
+      afterwards: returns more of them, such as what another program measured.
     """
 
     name: str
     batch_size: int
     contestants: Callable[[], Sequence[Contestant]]
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    afterwards: Callable[[], dict[str, Any]] = dict
 
 
 Column = tuple[str, Callable[[Row], Any]]

@@ -21,18 +21,26 @@ are what the compiler reserves besides arguments and results. The program fails 
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 from collections.abc import Sequence
 from typing import Any
 
 import _benchmark_conv
+import _benchmark_grad
+import _benchmark_masks
 import _benchmark_report as report
+import _benchmark_sums
 import jax
 from _benchmark_timing import Settings, measure
 from absl import app, flags
 
 SUITES: dict[str, report.Suite] = {
+    "grad": _benchmark_grad.SUITE,
     "conv": _benchmark_conv.SUITE,
+    "masks": _benchmark_masks.SUITE,
+    "clipped": _benchmark_sums.CLIPPED,
+    "models": _benchmark_sums.MODELS,
 }
 # How far results may differ, relative to their norm. Deep models amplify rounding, and accelerators
 # multiply float32 numbers in a shorter type unless told otherwise.
@@ -85,12 +93,22 @@ def main(argv: Sequence[str]) -> None:
         _OPACUS.value,
     )
     names = list(SUITES) if "all" in _SUITE.value else list(dict.fromkeys(_SUITE.value))
+    check_patterns(names, options)
     with (
         jax.enable_x64(_DTYPE.value == "float64"),
         jax.default_matmul_precision(_PRECISION.value),
     ):
         if wrong := run(names, options, _JSON.value):
             raise SystemExit(f"{wrong} result(s) are wrong; see above")
+
+
+def check_patterns(names: Sequence[str], options: report.Options) -> None:
+    """Raises a usage error if a pattern is in no name of these suites."""
+    everything = dataclasses.replace(options, full=True, layers=(), models=())
+    known = {task.name: None for name in names for task in SUITES[name].tasks(everything)}
+    for pattern in (*options.layers, *options.models):
+        if not any(pattern in name for name in known):
+            raise app.UsageError(f"nothing has {pattern!r} in its name; there are {list(known)}")
 
 
 def run(names: Sequence[str], options: report.Options, path: str | None) -> int:
@@ -121,7 +139,7 @@ def run(names: Sequence[str], options: report.Options, path: str | None) -> int:
                 task.name,
                 task.batch_size,
                 measure(task.contestants(), options.settings),
-                dict(task.facts),
+                {**task.facts, **task.afterwards()},
             )
             rows.append(row)
             found.append(row.as_json(name))

@@ -2,7 +2,8 @@
 
 Each builder takes a batch size and a PRNG key, then ``dtype`` and its sizes as keywords. It returns
 ``(loss, params, batch)``: ``loss(params, *example)`` is the loss of one example, a scalar, and
-``batch`` a tuple of arrays with the example axis in front. An image is ``[height, width, channels]``.
+``batch`` a tuple of arrays with the example axis in front. Images are ``[height, width, channels]``
+without it.
 """
 
 from collections.abc import Callable

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from perex import _compat
+from perex import _compat, _ways
 from perex._api import Options
 from perex._plan import Plan, SiteUse
-from perex._preparation import steps
+from perex._preparation import is_isometric, steps
 from perex._transform import Problem, plan_of
 
 
@@ -46,7 +46,7 @@ def explain(
       A function with the arguments of ``fun`` (batched; arrays or `jax.ShapeDtypeStruct`) that
       returns text with one line for each use of a parameter: the leaf's path and shape, the
       equation and the user's source line, and the rule and algorithm, or the reason for the
-      fallback to ``vmap(grad)``.
+      fallback to ``vmap(grad)``; and the way to a clipped sum with the time estimated for each.
 
     Raises:
       TypeError: as `perex.grad`.
@@ -82,10 +82,15 @@ def _describe(problem: Problem, plan: Plan) -> str:
     for variable in parameters:
         shape = list(plan.program.avals[variable].shape)
         head = f"  {names[variable]} {shape}: "
+        sites = [use for use in plan.sites if variable in use.leaves]
+        way = _ways.choice(
+            [(use, is_isometric(plan, use)) for use in sites],
+            problem.batch_size,
+            plan.program.avals[variable].size,
+        )
         uses = [
-            head + _describe_site(plan, use, problem.batch_size)
-            for use in plan.sites
-            if variable in use.leaves
+            f"{head}{_describe_site(plan, use, problem.batch_size)}; clipped sum: {way}"
+            for use in sites
         ]
         for fallback in plan.fallbacks:
             if variable in fallback.leaves:

@@ -17,6 +17,7 @@ import jax
 from perex import _compat
 from perex._evaluate import bind
 from perex._plan import PARAM, Plan, Region, SiteUse, preparation
+from perex._rules.registry import same_params
 from perex._trace import Equation
 
 _P = _compat.primitives
@@ -149,8 +150,8 @@ def _is_isometry(plan: Plan, equation: Equation) -> bool:
 class Preparation:
     """The preparation of one site, as seen from one leaf.
 
-    Two preparations that need no values are equal where their equations are, so that a jitted
-    consumer of per-example gradients is compiled once.
+    Two preparations are equal where their equations are, so that a jitted consumer of per-example
+    gradients is compiled once.
 
     Attributes:
       plan: the plan of the whole loss.
@@ -203,11 +204,8 @@ class Preparation:
         return pull(cotangent)[0]
 
     def _key(self) -> tuple[Any, ...]:
-        equations = tuple(
-            (e.primitive, tuple(sorted((k, str(v)) for k, v in e.params.items())))
-            for _, e in steps(self.plan, self.use)
-        )
-        return (self.use.site, self.use.stack, equations)
+        use = self.use
+        return (use.site, use.stack, self.leaf, self.isometric, self.inputs)
 
     def __hash__(self) -> int:
         return hash((self.use.site, self.use.stack, self.isometric))
@@ -215,6 +213,19 @@ class Preparation:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Preparation) or not (self.isometric and other.isometric):
+        if not isinstance(other, Preparation) or self._key() != other._key():
             return False
-        return self.leaf == other.leaf and self._key() == other._key()
+        own, others = steps(self.plan, self.use), steps(other.plan, other.use)
+        if len(own) != len(others):
+            return False
+        # A chain of rearrangements is told by its equations. Otherwise it also matters which reads
+        # what, and within a loop that is more than can be compared.
+        wired = not self.isometric
+        if wired and (self.use.chain or other.use.chain or self.use.variable != other.use.variable):
+            return False
+        for (_, a), (_, b) in zip(own, others, strict=True):
+            if a.primitive is not b.primitive or not same_params(a.params, b.params):
+                return False
+            if wired and (a.inputs != b.inputs or a.outputs != b.outputs):
+                return False
+        return True

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from perex import _ways
 from perex._evaluate import Factors
 from perex._norms import ScaledNorms
 from perex._preparation import Preparation
@@ -105,9 +106,7 @@ class Use:
 
     def offers(self, method: str) -> bool:
         """Whether the rule has an optional method that works here."""
-        use = self.preparation.use
-        repeated = any(not stacked for _, stacked in use.stack)
-        return hasattr(use.rule, method) and (not repeated or hasattr(use.rule, "merge_repeats"))
+        return _ways.offers(self.preparation.use, method)
 
     def _by_step(self, function: Callable[..., Any], axis: int) -> Any:
         """Calls ``function(rule, site, inputs, cotangent)``, once for each operand.

@@ -10,8 +10,8 @@ A rule's ``estimate`` gives the seconds of each; only their ratios matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -27,6 +27,12 @@ _LARGE_BYTES = 1 << 23
 _LARGE_FACTOR = 1.3
 
 
+def offers(use: SiteUse, method: str) -> bool:
+    """Whether the site's rule has an optional method that works at this site."""
+    repeated = any(not stacked for _, stacked in use.stack)
+    return hasattr(use.rule, method) and (not repeated or hasattr(use.rule, "merge_repeats"))
+
+
 def estimate(use: SiteUse, batch_size: int) -> dict[str, float] | None:
     """Returns estimated seconds of each way through one site, or None if the rule does not say.
 
@@ -34,14 +40,12 @@ def estimate(use: SiteUse, batch_size: int) -> dict[str, float] | None:
       use: the site.
       batch_size: B.
     """
-    if not hasattr(use.rule, "estimate"):
+    if not offers(use, "estimate"):
         return None
     repeats = math.prod(length for length, stacked in use.stack if not stacked)
     steps = math.prod(length for length, stacked in use.stack if stacked)
     site = use.site
     if len(use.stack) > sum(stacked for _, stacked in use.stack):
-        if not hasattr(use.rule, "merge_repeats"):
-            return None
         site = _merged_site(use, repeats)
     return {way: steps * s for way, s in use.rule.estimate(site, batch_size).items()}
 
@@ -59,55 +63,53 @@ def _merged_site(use: SiteUse, repeats: int) -> Any:
     return found[0]
 
 
-def choose(seconds: Mapping[str, float], kept_bytes: int, isometric: bool) -> str:
-    """Returns the way of one use: "keep", "gram" or "stream".
+class Choice(NamedTuple):
+    """The way of a leaf: "keep", "gram" or "stream", why, and the seconds estimated for each."""
+
+    way: str
+    reason: str
+    seconds: Mapping[str, float] | None
+
+    def __str__(self) -> str:
+        if self.seconds is None:
+            return f"{self.way} ({self.reason})"
+        told = ", ".join(f"{way} {1000 * s:.2g}" for way, s in self.seconds.items())
+        return f"{self.way} ({self.reason}: {told} ms)"
+
+
+def choice(uses: Sequence[tuple[SiteUse, bool]], batch_size: int, leaf_size: int) -> Choice:
+    """Returns the way to the norms and the clipped sum of a leaf.
 
     Args:
-      seconds: the estimate.
-      kept_bytes: what keeping the gradients takes.
-      isometric: whether the norm of the operand's gradient is that of the leaf's; if not, there is
-        no Gram way.
+      uses: the leaf's sites, each with whether its preparation keeps norms.
+      batch_size: B.
+      leaf_size: the number of entries of the leaf.
     """
-    others = ("gram", "stream") if isometric else ("stream",)
-    best = min(others, key=lambda way: seconds[way])
-    factor = _LARGE_FACTOR if kept_bytes > _LARGE_BYTES else 1.0
-    return "keep" if factor * seconds["keep"] <= seconds[best] else best
+    kept_bytes = 4 * batch_size * leaf_size
+    if not uses:
+        return Choice("keep", "no site", None)
+    if kept_bytes <= _SMALL_BYTES:
+        return Choice("keep", "small", None)
+    total = {"keep": 0.0, "gram": 0.0, "stream": 0.0}
+    for use, _ in uses:
+        if not (offers(use, "square_norm") and offers(use, "weighted_sum")):
+            return Choice("keep", "the rule knows nothing better", None)
+        seconds = estimate(use, batch_size)
+        if seconds is None:
+            return Choice("gram", "the rule's square_norm", None)
+        for way in total:
+            total[way] += seconds[way]
+    if not all(isometric for _, isometric in uses):
+        del total["gram"]  # The norm of the operand's gradient is not that of the leaf's.
+    best = min(total, key=lambda way: total[way])
+    others = [way for way in total if way != "keep"]
+    other = min(others, key=lambda way: total[way])
+    if best == "keep" and kept_bytes > _LARGE_BYTES and total[other] < _LARGE_FACTOR * total[best]:
+        best = other
+    return Choice(best, "estimates", total)
 
 
 def keeps(leaf: PerExample) -> bool:
     """Says whether the per-example gradients of a leaf should be held as an array."""
-    kept_bytes = leaf.batch_size * math.prod(leaf.leaf_shape) * max(leaf.dtype.itemsize, 4)
-    if not leaf.uses or kept_bytes <= _SMALL_BYTES:
-        return True
-    total = {"keep": 0.0, "gram": 0.0, "stream": 0.0}
-    for use in leaf.uses:
-        if not (use.offers("square_norm") and use.offers("weighted_sum")):
-            return True
-        seconds = estimate(use.preparation.use, leaf.batch_size)
-        if seconds is None:
-            return False
-        for way in total:
-            total[way] += seconds[way]
-    isometric = all(use.preparation.isometric for use in leaf.uses)
-    return choose(total, kept_bytes, isometric) == "keep"
-
-
-def describe(use: SiteUse, batch_size: int, isometric: bool, leaf_size: int) -> str:
-    """Returns the way of a site's leaf to a clipped sum, with the estimates, for `perex.explain`.
-
-    Args:
-      use: the site.
-      batch_size: B.
-      isometric: whether the preparation keeps norms.
-      leaf_size: the number of entries of the leaf.
-    """
-    kept_bytes = 4 * batch_size * leaf_size
-    if kept_bytes <= _SMALL_BYTES:
-        return "clipped sum: keep (small)"
-    if not (hasattr(use.rule, "square_norm") and hasattr(use.rule, "weighted_sum")):
-        return "clipped sum: keep (the rule knows no other way)"
-    seconds = estimate(use, batch_size)
-    if seconds is None:
-        return "clipped sum: norms and weighted sum by the rule"
-    told = ", ".join(f"{way} {1000 * s:.3g} ms" for way, s in seconds.items())
-    return f"clipped sum: {choose(seconds, kept_bytes, isometric)} (estimates: {told})"
+    uses = [(use.preparation.use, use.preparation.isometric) for use in leaf.uses]
+    return choice(uses, leaf.batch_size, math.prod(leaf.leaf_shape)).way == "keep"

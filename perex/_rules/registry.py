@@ -57,15 +57,39 @@ class Site:
         return self.primitive.bind(*operands, **self.params)
 
     def _key(self) -> tuple[Any, ...]:
-        params = tuple(sorted((k, str(v)) for k, v in self.params.items()))
         shapes = tuple((x.shape, str(x.dtype)) for x in (*self.operands, self.out))
-        return (self.primitive, params, self.argument, shapes, tuple(sorted(self.options.items())))
+        return (self.primitive, self.argument, shapes, self.mask)
 
     def __hash__(self) -> int:
         return hash((self.primitive, self.argument, self.operands, self.out))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Site) and (self is other or self._key() == other._key())
+        if self is other:
+            return True
+        return (
+            isinstance(other, Site)
+            and self._key() == other._key()
+            and same_params(self.params, other.params)
+            and same_params(self.options, other.options)
+        )
+
+
+def same_params(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether two equations' parameters are equal beyond doubt; jaxprs are so only if identical."""
+    if left.keys() != right.keys():
+        return False
+    for key, value in left.items():
+        other = right[key]
+        if value is not other and not (type(value) is type(other) and _equal(value, other)):
+            return False
+    return True
+
+
+def _equal(left: Any, right: Any) -> bool:
+    try:
+        return bool(left == right)
+    except ValueError:  # The comparison of arrays has no truth value.
+        return False
 
 
 @runtime_checkable

@@ -233,7 +233,9 @@ def materialize_all(leaves: Sequence[PerExample]) -> list[jax.Array]:
             gradients.append(leaf.dense)
         if not gradients:
             gradients.append(jnp.zeros((leaf.batch_size, *leaf.leaf_shape), leaf.leaf_dtype))
-        results.append(sum(gradients[1:], gradients[0]).astype(leaf.leaf_dtype))
+        total = sum(gradients[1:], gradients[0])
+        # The gradient of a Python number is weakly typed, as it is from jax.grad; a cast is not.
+        results.append(total if total.dtype == leaf.dtype else total.astype(leaf.dtype))
     return results
 
 
@@ -253,12 +255,13 @@ def _leaf_gradients(uses: Sequence[Use]) -> list[jax.Array]:
 
     structs = jax.eval_shape(pulled, *arrays)
     dtype = jnp.result_type(*structs)
+    sizes = [math.prod(struct.shape[1:]) for struct in structs]
 
     def some(*arrays: jax.Array) -> jax.Array:
-        flat = [x.reshape(x.shape[0], -1).astype(dtype) for x in pulled(*arrays)]
+        gradients = zip(pulled(*arrays), sizes, strict=True)
+        flat = [x.reshape(x.shape[0], size).astype(dtype) for x, size in gradients]
         return jnp.concatenate(flat, axis=1)
 
-    sizes = [math.prod(struct.shape[1:]) for struct in structs]
     joined = map_chunks(some, tuple(arrays), _chunk_size(uses, sum(sizes)))
     parts = jnp.split(joined, np.cumsum(sizes)[:-1], axis=1)
     return [

@@ -68,6 +68,7 @@ class Sweep:
 
 def sweep(problem: Problem) -> Sweep:
     """Evaluates the loss of all examples and, for each parameter leaf, the gradients as factors."""
+    problem = _varying(problem)
     found: list[tuple[Plan, Any]] = []
 
     def one(leaves: Sequence[Any]) -> Any:
@@ -89,18 +90,9 @@ def sweep(problem: Problem) -> Sweep:
             value, *aux = _evaluate.evaluate(plan, {**values, **both}, alone, taps)
             return value, aux
 
-        # A parameter that is the same on all devices of a shard_map would get the sum of their
-        # gradients; as a value that may differ between devices it gets each example's own.
-        axes = frozenset().union(
-            *(
-                _compat.manual_axes(jax.typeof(x))
-                for x, axis in zip(leaves, problem.axes, strict=True)
-                if axis is not None
-            )
-        )
         value, pull, aux = jax.vjp(
             loss,
-            {v: _compat.vary_over(jnp.asarray(inputs[v]), axes) for v in wanted},
+            {v: jnp.asarray(inputs[v]) for v in wanted},
             _evaluate.make_taps(plan),
             has_aux=True,
         )
@@ -118,6 +110,7 @@ def sweep(problem: Problem) -> Sweep:
 
 def plan_of(problem: Problem) -> Plan:
     """Plans the loss without computing anything."""
+    problem = _varying(problem)
     found: list[Plan] = []
 
     def one(leaves: Sequence[Any]) -> None:
@@ -126,6 +119,20 @@ def plan_of(problem: Problem) -> Plan:
     batch = [x for x, axis in zip(problem.leaves, problem.axes, strict=True) if axis is not None]
     jax.eval_shape(_over_examples(problem, one), batch)
     return found[-1]
+
+
+def _varying(problem: Problem) -> Problem:
+    """Lets all leaves vary over the manual mesh axes (of ``shard_map``) over which examples do.
+
+    The gradient of what is the same on all devices is summed over them; the gradient of what may
+    differ from device to device is each example's own.
+    """
+    examples = (x for x, axis in zip(problem.leaves, problem.axes, strict=True) if axis is not None)
+    axes = frozenset().union(*(_compat.manual_axes(jax.typeof(x)) for x in examples))
+    if not axes:
+        return problem
+    leaves = tuple(_compat.vary_over(jnp.asarray(x), axes) for x in problem.leaves)
+    return dataclasses.replace(problem, leaves=leaves)
 
 
 def _over_examples(

@@ -163,7 +163,8 @@ _SECRET = normal(4)
 
 @case(normal(4, 4), batch(4), sites=1)
 def closure(w, x):
-    return jnp.sum(jnp.tanh(w @ (x * _SECRET)) * jnp.asarray(_SECRET))
+    secret = jnp.asarray(_SECRET, x.dtype)
+    return jnp.sum(jnp.tanh(w @ (x * secret)) * secret)
 
 
 @case({"w": normal(4, 3)}, batch(4), np.array([0, 2, 1]), has_aux=True, sites=1)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from perex._compat import manual_axes, vary_over
 from perex._rules.registry import Site
 
 # Two CPU cores, float32: what reading or writing one number in memory takes.
@@ -119,7 +120,9 @@ class GatherRule:
 
 
 def _transpose(site: Site, indices: jax.Array, cotangent: jax.Array) -> jax.Array:
-    table = jax.ShapeDtypeStruct(site.parameter.shape, cotangent.dtype)
+    # Inside shard_map the table must vary over the same mesh axes as the look-ups.
+    table = jnp.zeros(site.parameter.shape, cotangent.dtype)
+    table = vary_over(table, manual_axes(jax.typeof(cotangent)))
     (gradient,) = jax.linear_transpose(lambda t: site.apply((indices,), t), table)(cotangent)
     return gradient
 

@@ -132,10 +132,10 @@ def is_isometric(plan: Plan, use: SiteUse) -> bool:
 
 
 def _is_isometry(plan: Plan, equation: Equation) -> bool:
+    if len(equation.inputs) != 1 or plan.dependence[equation.outputs[0]] != PARAM:
+        return False
     source = plan.program.avals[equation.inputs[0]]
     result = plan.program.avals[equation.outputs[0]]
-    if plan.dependence[equation.outputs[0]] != PARAM or len(equation.inputs) != 1:
-        return False
     if equation.primitive in _ISOMETRIES:
         return True
     if equation.primitive is _P.broadcast_in_dim_p:

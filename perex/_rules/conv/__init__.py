@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
-from perex._rules.conv import choose
+from perex._rules.conv import choose, norms
 from perex._rules.conv.choose import register_conv_algorithm
 from perex._rules.conv.normal_form import (
     arrange_cotangent,
@@ -48,19 +48,60 @@ class ConvRule:
         """
         conv = describe(site)
         batch = cotangent.shape[0]
-        run = choose.per_example(conv, site.options.get("conv", "auto"), batch)
+        choice = site.options.get("conv", "auto")
         kernel = site.operands[1]
+        name, _ = choose.resolve(conv, choice, batch)
         if conv.empty or batch == 0:
             return jnp.zeros((batch, *kernel.shape), kernel.dtype)
         x = arrange_input(site, conv, inputs[0])
-        gradient = run(conv, x, arrange_cotangent(site, conv, cotangent))
+        gradient = choose.per_example(conv, choice, x, arrange_cotangent(site, conv, cotangent))
         expected = (batch, *conv.kernel, conv.groups, conv.channels, conv.features)
         if gradient.shape != expected:
             raise ValueError(
-                f"perex: the convolution algorithm {site.options.get('conv')!r} returned shape "
+                f"perex: the convolution algorithm {name!r} returned shape "
                 f"{gradient.shape}, expected [B, *K, G, C, P] = {expected}."
             )
         return restore_kernel(site, conv, gradient.astype(kernel.dtype))
+
+    def square_norm(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    ) -> jax.Array:
+        """Squared norms ``[B]`` of the kernel gradients, by the cheaper of Gram and stream.
+
+        Args:
+          site: the convolution of one example.
+          inputs: ``(x,)`` with ``x`` ``[B, *lhs.shape]``.
+          cotangent: ``[B, *out.shape]``.
+
+        Returns:
+          ``[B]``, real, at least float32. Nothing is lost on the way to them, but in float32 the
+          square of a norm below 1e-19 or above 1e19 is out of range: see `scaled_norm`.
+        """
+        scale, squares = self.scaled_norm(site, inputs, cotangent)
+        return scale * (scale * squares)
+
+    def scaled_norm(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Norms of the kernel gradients as ``scale * sqrt(squares)``, each ``[B]``, both in range."""
+        conv = describe(site)
+        batch = cotangent.shape[0]
+        if conv.empty or batch == 0:
+            zeros = jnp.zeros(batch, jnp.finfo(conv.dtype).dtype)
+            return zeros + 1, zeros
+        x = arrange_input(site, conv, inputs[0])
+        return norms.scaled_norms(conv, x, arrange_cotangent(site, conv, cotangent))
+
+    def estimate(self, site: Site, batch_size: int) -> dict[str, float]:
+        """Estimated seconds on a CPU of the three ways to a clipped sum, ``keep, gram, stream``."""
+        conv = describe(site)
+        if conv.empty or batch_size == 0:
+            return {"keep": 0.0, "gram": 0.0, "stream": 0.0}
+        return norms.estimate(conv, batch_size)
+
+    def describe(self, site: Site, batch_size: int) -> str:
+        """The algorithm and the estimates in one line, for `perex.explain`."""
+        return choose.explain(describe(site), site.options.get("conv", "auto"), batch_size)
 
     def weighted_sum(
         self,
@@ -83,9 +124,9 @@ class ConvRule:
         conv = describe(site)
         if conv.empty or cotangent.shape[0] == 0:
             return jnp.zeros(site.operands[1].shape, conv.dtype)
-        run = choose.weighted_sum(conv, site.options.get("conv", "auto"), cotangent.shape[0])
         x = arrange_input(site, conv, inputs[0])
-        result = run(conv, x, arrange_cotangent(site, conv, cotangent), weights)
+        cotangent = arrange_cotangent(site, conv, cotangent)
+        result = choose.weighted_sum(conv, x, cotangent, weights)
         return restore_kernel(site, conv, result)
 
     def merge_repeats(

@@ -1,16 +1,48 @@
-"""Which algorithm a convolution gets."""
+"""Which algorithm a convolution gets: names, user's functions, and a model of their time.
+
+The model counts what an algorithm does for one example: the products and the bytes it copies, at
+rates measured on two CPU cores (float32, jaxlib 0.10 and 0.12):
+
+* a product of sides from 64 on runs at 80 to 150 GFLOP/s, which `product_seconds` models;
+* copies in cache (patches, shifted views) move 10 GB/s, the first write to new memory 4 GB/s;
+* a step of a loop costs 20 microseconds;
+* a grouped convolution runs its products at a third of the rate of a plain one, and each group is
+  a call of its own; with groups *inside* the example it fell to 10 MFLOP/s (a depthwise 3x3 layer
+  of 32 channels took a minute), so that the model keeps away from it there.
+
+MEASURED
+
+On other platforms nothing has been measured. There a loop over small chunks starves the device, so
+chunks are bounded by memory alone; `unfold` is chosen because it needs only batched products, and
+sums use the ordinary backward convolution.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 
+from perex._rules.chunks import chunk_size
 from perex._rules.conv import depthwise, grouped, taps, unfold
 from perex._rules.conv.normal_form import Convolution
+from perex._rules.outer_product import product_seconds
+
+Run = Callable[..., jax.Array]
+
+_COPY = 1.0e10
+_FRESH = 4.0e9
+_CACHE = 3.0e10
+_REDUCE = 4.0e9
+_LOOP = 2.0e-5
+
+# What the examples of a chunk may take together where there is no small cache to stay in.
+DEVICE_BYTES = 1 << 29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,34 +51,230 @@ class Algorithm:
 
     Attributes:
       per_example: ``(conv, x [B, N, *S, G, C], cotangent [B, N, *O, G, P]) -> [B, *K, G, C, P]``.
-      weighted_sum: the same with ``weights [B]``, returning ``[*K, G, C, P]``, or None.
       covers: ``conv -> None`` or the reason why it does not apply.
+      seconds: ``(conv, batch) -> seconds`` on a CPU, estimated; None keeps it out of ``"auto"``.
+      chunk: ``conv -> examples at a time`` on a CPU, for algorithms that take ``chunk=``.
     """
 
-    per_example: Callable[..., jax.Array]
-    weighted_sum: Callable[..., jax.Array] | None = None
+    per_example: Run
     covers: Callable[[Convolution], str | None] = lambda conv: None
+    seconds: Callable[[Convolution, int], float] | None = None
+    chunk: Callable[[Convolution], int] | None = None
+
+
+def _output_seconds(conv: Convolution, batch: int) -> float:
+    size = batch * conv.kernel_size * conv.itemsize
+    return size / (_CACHE if size < 16 << 20 else _FRESH)
+
+
+def _loop_seconds(batch: int, chunk: int) -> float:
+    return _LOOP * (-(-batch // chunk_size(batch, chunk)))
+
+
+def unfold_seconds(conv: Convolution, batch: int) -> float:
+    """Patches written and read, and one product for each example and group."""
+    product = product_seconds(conv.depth, conv.positions, conv.features, conv.itemsize)
+    one = conv.groups * product + 2 * unfold.patch_bytes(conv) / _COPY
+    return (
+        batch * one + _output_seconds(conv, batch) + _loop_seconds(batch, unfold.cache_chunk(conv))
+    )
+
+
+def taps_seconds(conv: Convolution, batch: int) -> float:
+    """For every kernel position a view copied, a product, and its part of the result copied."""
+    product = product_seconds(conv.channels, conv.positions, conv.features, conv.itemsize)
+    copied = conv.itemsize * conv.channels * (2 * conv.positions + conv.features)
+    one = conv.taps * conv.groups * (product + copied / _COPY)
+    return batch * one + _output_seconds(conv, batch) + _loop_seconds(batch, taps.cache_chunk(conv))
+
+
+def grouped_seconds(conv: Convolution, batch: int) -> float:
+    """A convolution with a group for each example: products at a third of the rate."""
+    product = product_seconds(conv.depth, conv.positions, conv.features, conv.itemsize)
+    # Groups inside the example: see the module.
+    slow = 3.0 if conv.groups == 1 else 1000.0
+    copied = conv.itemsize * conv.positions * (conv.channels + conv.features)
+    one = conv.groups * (slow * product + copied / _COPY)
+    return batch * one + _output_seconds(conv, batch)
+
+
+def depthwise_seconds(conv: Convolution, batch: int) -> float:
+    """For every kernel position a pass over view and cotangent."""
+    size = conv.itemsize * conv.groups * conv.positions * conv.features
+    return (
+        batch * conv.taps * size / _REDUCE
+        + _output_seconds(conv, batch)
+        + _loop_seconds(batch, depthwise.cache_chunk(conv))
+    )
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "grouped": Algorithm(grouped.per_example, grouped.weighted_sum),
-    "unfold": Algorithm(unfold.per_example, unfold.weighted_sum),
-    "taps": Algorithm(taps.per_example),
-    "depthwise": Algorithm(depthwise.per_example, covers=depthwise.covers),
+    "unfold": Algorithm(unfold.per_example, seconds=unfold_seconds, chunk=unfold.cache_chunk),
+    "taps": Algorithm(taps.per_example, seconds=taps_seconds, chunk=taps.cache_chunk),
+    "grouped": Algorithm(grouped.per_example, seconds=grouped_seconds),
+    "depthwise": Algorithm(
+        depthwise.per_example, depthwise.covers, depthwise_seconds, depthwise.cache_chunk
+    ),
 }
 
 
-def register_conv_algorithm(name: str, fn: Callable[..., jax.Array]) -> None:
-    """Registers an algorithm for per-example kernel gradients under a name for ``conv=``."""
+def register_conv_algorithm(name: str, fn: Run) -> None:
+    """Registers an algorithm for per-example kernel gradients under a name for ``conv=``.
+
+    Args:
+      name: the name; one that is taken is replaced.
+      fn: ``(conv, x, cotangent) -> gradient`` with ``conv`` the convolution's description (groups G,
+        images N, channels C and features P of a group, spatial S, kernel K, out O, strides,
+        dilation, interior, pads), ``x`` ``[B, N, *S, G, C]``, ``cotangent`` ``[B, N, *O, G, P]``
+        and the gradient ``[B, *K, G, C, P]``. No example may influence another one.
+
+    Raises:
+      TypeError: ``fn`` is not callable.
+      ValueError: ``name`` is empty or ``"auto"``.
+    """
+    if not callable(fn):
+        raise TypeError(f"perex.register_conv_algorithm: fn must be callable, got {fn!r}.")
+    if not isinstance(name, str) or name in ("", "auto"):
+        raise ValueError(
+            f"perex.register_conv_algorithm: {name!r} cannot be the name of an algorithm; "
+            "give a non-empty string other than 'auto'."
+        )
     ALGORITHMS[name] = Algorithm(fn)
 
 
-def per_example(conv: Convolution, choice: Any, batch: int) -> Callable[..., jax.Array]:
-    """The function to run."""
+def estimates(conv: Convolution, batch: int) -> dict[str, float]:
+    """Estimated seconds on a CPU of every algorithm that ``"auto"`` may take, the best first."""
+    found = {
+        name: algorithm.seconds(conv, batch)
+        for name, algorithm in ALGORITHMS.items()
+        if algorithm.seconds is not None and algorithm.covers(conv) is None
+    }
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def resolve(conv: Convolution, choice: Any, batch: int) -> tuple[str, Algorithm]:
+    """The algorithm that a value of ``conv=`` means on a CPU.
+
+    Args:
+      conv: the convolution.
+      choice: ``"auto"``, a name, an algorithm (a function of three arguments, as in
+        `register_conv_algorithm`) or a function of the description alone that returns one of these.
+      batch: B.
+
+    Returns:
+      Name and algorithm.
+
+    Raises:
+      ValueError: the name is unknown or its algorithm does not cover this convolution.
+      TypeError: ``choice`` is none of these.
+    """
+    if callable(choice):
+        if _arity(choice) != 1:
+            return getattr(choice, "__name__", repr(choice)), Algorithm(choice)
+        choice = choice(conv)
+        if callable(choice):
+            return getattr(choice, "__name__", repr(choice)), Algorithm(choice)
+    if not isinstance(choice, str):
+        raise TypeError(
+            f"perex: conv must be 'auto', the name of an algorithm or a function, got {choice!r}."
+        )
     if choice == "auto":
-        return unfold.per_example
-    return ALGORITHMS[choice].per_example
+        choice = next(iter(estimates(conv, batch)))
+    if choice not in ALGORITHMS:
+        known = ", ".join(repr(name) for name in ("auto", *ALGORITHMS))
+        raise ValueError(f"perex: unknown convolution algorithm {choice!r}; known are {known}.")
+    reason = ALGORITHMS[choice].covers(conv)
+    if reason is not None:
+        raise ValueError(
+            f"perex: the convolution algorithm {choice!r} does not cover {summary(conv)}: {reason}."
+        )
+    return choice, ALGORITHMS[choice]
 
 
-def weighted_sum(conv: Convolution, choice: Any, batch: int) -> Callable[..., jax.Array]:
-    return unfold.weighted_sum
+def _arity(function: Callable[..., Any]) -> int:
+    """Number of positional arguments that a function must be given."""
+    required = 0
+    for parameter in inspect.signature(function).parameters.values():
+        positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        required += positional and parameter.default is parameter.empty
+    return required
+
+
+def by_platform(cpu: Run, other: Run, *arrays: jax.Array) -> jax.Array:
+    """Runs ``cpu`` where the program is lowered for a CPU, else ``other``."""
+    return lax.platform_dependent(*arrays, cpu=cpu, default=other)
+
+
+def per_example(conv: Convolution, choice: Any, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Kernel gradients ``[B, *K, G, C, P]`` by the chosen algorithm, see `resolve`."""
+    batch = x.shape[0]
+    name, algorithm = resolve(conv, choice, batch)
+    run = functools.partial(algorithm.per_example, conv)
+    other_name = name
+    if choice == "auto" and name == "grouped":
+        other_name = "unfold"
+    other = ALGORITHMS[other_name] if other_name in ALGORITHMS else algorithm
+    if other_name == name and (
+        algorithm.chunk is None or chunk_size(batch, algorithm.chunk(conv)) >= batch
+    ):
+        return run(x, cotangent)
+    return by_platform(
+        run,
+        functools.partial(other.per_example, conv, chunk=device_chunk(conv)),
+        x,
+        cotangent,
+    )
+
+
+def weighted_sum(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Weighted sum ``[*K, G, C, P]``: chunks of patches on a CPU, else one ordinary convolution."""
+    return by_platform(
+        functools.partial(unfold.weighted_sum, conv),
+        functools.partial(grouped.weighted_sum, conv),
+        x,
+        cotangent,
+        weights,
+    )
+
+
+def device_chunk(conv: Convolution) -> int:
+    """Examples at a time where only memory bounds them."""
+    return max(1, DEVICE_BYTES // max(1, unfold.patch_bytes(conv)))
+
+
+def summary(conv: Convolution) -> str:
+    """A convolution in a few words, as in ``3x3 stride 2x2, 4 groups of 16 to 32 channels``."""
+
+    def by(sizes: tuple[int, ...]) -> str:
+        return "x".join(map(str, sizes)) or "scalar"
+
+    text = by(conv.kernel)
+    for word, sizes in (
+        ("stride", conv.strides),
+        ("dilation", conv.dilation),
+        ("input dilation", conv.interior),
+    ):
+        if any(size != 1 for size in sizes):
+            text += f" {word} {by(sizes)}"
+    groups = f"{conv.groups} groups of " if conv.groups > 1 else ""
+    return f"{text}, {groups}{conv.channels} to {conv.features} channels, output {by(conv.out)}"
+
+
+def explain(conv: Convolution, choice: Any, batch: int) -> str:
+    """The choice and the estimates in one line.
+
+    Args:
+      conv: the convolution.
+      choice: the value of ``conv=``.
+      batch: B.
+
+    Returns:
+      For instance ``unfold by estimate (unfold 1.2 ms, taps 1.9 ms, grouped 3.1 ms), 3x3, ...``.
+    """
+    name, _ = resolve(conv, choice, batch)
+    seconds = estimates(conv, batch)
+    listed = ", ".join(f"{key} {1e3 * value:.3g} ms" for key, value in seconds.items())
+    reason = "by estimate" if choice == "auto" else "as asked; estimates"
+    return f"{name} {reason} ({listed}), {summary(conv)}"

@@ -23,19 +23,22 @@ def covers(conv: Convolution) -> str | None:
     return None if conv.channels == 1 else f"{conv.channels} input channels a group, not one"
 
 
-def chunk(conv: Convolution) -> int:
+def cache_chunk(conv: Convolution) -> int:
     """Number of examples whose inputs and cotangents stay in cache together."""
     size = conv.groups * conv.positions * (1 + conv.features) * conv.itemsize
     return max(1, _CHUNK_BYTES // max(1, size))
 
 
-def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+def per_example(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, chunk: int | None = None
+) -> jax.Array:
     """Kernel gradients of every example.
 
     Args:
       conv: the convolution, with one input channel a group.
       x: ``[B, N, *S, G, 1]``.
       cotangent: ``[B, N, *O, G, P]``.
+      chunk: examples at a time, by default what stays in a CPU's cache.
 
     Returns:
       ``[B, *K, G, 1, P]`` of type ``conv.dtype``.
@@ -52,4 +55,4 @@ def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Ar
         result = jnp.stack(sums, axis=1)
         return result.reshape(x.shape[0], *conv.kernel, conv.groups, 1, conv.features)
 
-    return map_chunks(some, (x, cotangent), chunk(conv))
+    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv))

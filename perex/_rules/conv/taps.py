@@ -19,20 +19,23 @@ from perex._rules.conv.normal_form import Convolution, pad_input, tap
 _CHUNK_BYTES = 4 << 20
 
 
-def chunk(conv: Convolution) -> int:
+def cache_chunk(conv: Convolution) -> int:
     """Number of examples whose inputs, cotangents and gradients stay in cache together."""
     rows = conv.positions * (conv.channels + conv.features)
     size = conv.groups * (rows + conv.depth * conv.features) * conv.itemsize
     return max(1, _CHUNK_BYTES // max(1, size))
 
 
-def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+def per_example(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, chunk: int | None = None
+) -> jax.Array:
     """Kernel gradients of every example.
 
     Args:
       conv: the convolution.
       x: ``[B, N, *S, G, C]``.
       cotangent: ``[B, N, *O, G, P]``.
+      chunk: examples at a time, by default what stays in a CPU's cache.
 
     Returns:
       ``[B, *K, G, C, P]`` of type ``conv.dtype``.
@@ -57,4 +60,4 @@ def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Ar
         result = jnp.stack(products, axis=1)
         return result.reshape(x.shape[0], *conv.kernel, *result.shape[2:])
 
-    return map_chunks(some, (x, cotangent), chunk(conv))
+    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv))

@@ -24,7 +24,7 @@ _CHUNK_BYTES = 2 << 20
 _SUM_ROWS = 512
 
 
-def chunk(conv: Convolution) -> int:
+def cache_chunk(conv: Convolution) -> int:
     """Number of examples whose patches and gradients stay in cache together."""
     gradient = conv.kernel_size * conv.itemsize
     size = patch_bytes(conv) + gradient
@@ -33,7 +33,7 @@ def chunk(conv: Convolution) -> int:
 
 def sum_chunk(conv: Convolution) -> int:
     """Number of examples to sum over in one product."""
-    return max(chunk(conv), -(-_SUM_ROWS // max(1, conv.positions)))
+    return max(cache_chunk(conv), -(-_SUM_ROWS // max(1, conv.positions)))
 
 
 def patches(conv: Convolution, x: jax.Array) -> jax.Array:
@@ -78,13 +78,16 @@ def product(conv: Convolution, patch: jax.Array, cotangent: jax.Array) -> jax.Ar
     return jnp.moveaxis(result, 1, -3)
 
 
-def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+def per_example(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, chunk: int | None = None
+) -> jax.Array:
     """Kernel gradients of every example.
 
     Args:
       conv: the convolution.
       x: ``[B, N, *S, G, C]``.
       cotangent: ``[B, N, *O, G, P]``.
+      chunk: examples at a time, by default what stays in a CPU's cache.
 
     Returns:
       ``[B, *K, G, C, P]`` of type ``conv.dtype``.
@@ -93,7 +96,7 @@ def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Ar
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
         return product(conv, patches(conv, x), cotangent)
 
-    return map_chunks(some, (x, cotangent), chunk(conv))
+    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv))
 
 
 def weighted_sum(

@@ -1,0 +1,164 @@
+"""Norms of per-example kernel gradients without keeping the gradients.
+
+The Gram way needs the inner products of patches at all pairs of output positions. Patches are
+overlapping windows, so these are sums of inner products of *pixels*:
+
+    patch_t . patch_t' = sum_k  pixel(t * stride + k * dilation) . pixel(t' * stride + k * dilation)
+
+One product gives all pixel pairs, ``2 S^2 C`` multiplications and additions where the patches need
+``2 T^2 K C``; then K shifted views of it are added up. The stream way computes the gradients of a
+few examples, squares them and drops them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from perex._rules import outer_product
+from perex._rules.chunks import map_chunks
+from perex._rules.conv import unfold
+from perex._rules.conv.normal_form import Convolution
+from perex._rules.outer_product import divide, product_seconds, sum_squares, unit_scale
+
+_CHUNK_BYTES = 4 << 20
+# Adding shifted views of the pixel pairs, in float32 on two CPU cores: bytes a second.
+_SHIFTED = 8.0e9
+
+
+def gram_seconds(conv: Convolution) -> dict[str, float]:
+    """Estimated seconds of one example's inner products of patches, by the way to get them."""
+    pairs, pixels = conv.positions**2, (conv.images * math.prod(conv.spatial)) ** 2
+    patches = conv.groups * product_seconds(conv.positions, conv.depth, conv.positions)
+    patches += 2 * unfold.patch_bytes(conv) / 1e10
+    seconds = {"patches": patches}
+    # Pairs of a spread-out image would mostly be zeros.
+    if all(spread == 1 for spread in conv.interior) and conv.taps > 1:
+        product = product_seconds(math.isqrt(pixels), conv.channels, math.isqrt(pixels))
+        seconds["pixels"] = conv.groups * (product + 4 * (pixels + conv.taps * pairs) / _SHIFTED)
+    return seconds
+
+
+def estimate(conv: Convolution, batch: int) -> dict[str, float]:
+    """Estimated seconds of the three ways to a clipped sum of this layer, two CPU cores.
+
+    Args:
+      conv: the convolution.
+      batch: B.
+
+    Returns:
+      ``{"keep": s, "gram": s, "stream": s}`` as in `outer_product.estimate`.
+    """
+    seconds = outer_product.estimate(conv.groups, conv.positions, conv.depth, conv.features, batch)
+    # What the plain outer product does not have: patches, once for each pass over the input.
+    patches = batch * 2 * unfold.patch_bytes(conv) / 1e10
+    right = conv.groups * (
+        product_seconds(conv.positions, conv.features, conv.positions)
+        + 4 * conv.positions**2 / _SHIFTED
+    )
+    total = patches + conv.groups * product_seconds(
+        conv.depth, batch * conv.positions, conv.features
+    )
+    if conv.positions > 1:
+        seconds["gram"] = batch * (min(gram_seconds(conv).values()) + right) + total
+    else:
+        seconds["gram"] += patches * 2
+    return {
+        "keep": seconds["keep"] + patches,
+        "gram": seconds["gram"],
+        "stream": seconds["stream"] + 2 * patches,
+    }
+
+
+def scaled_norms(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, way: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Norms of the kernel gradients as ``scale * sqrt(squares)``, both in range.
+
+    Args:
+      conv: the convolution.
+      x: ``[B, N, *S, G, C]``.
+      cotangent: ``[B, N, *O, G, P]``.
+      way: ``"gram"``, ``"pixels"`` or ``"patches"`` (Gram by one of the two ways) or ``"stream"``,
+        by default the fastest by `estimate`.
+
+    Returns:
+      ``(scale [B], squares [B])``, real, at least float32. An example with NaN or Inf has NaN or
+      Inf squares.
+    """
+    if way is None:
+        seconds = estimate(conv, x.shape[0])
+        way = "gram" if seconds["gram"] <= seconds["stream"] else "stream"
+    if way == "gram":
+        grams = gram_seconds(conv)
+        way = min(grams, key=grams.__getitem__)
+    squares_of = {"stream": _stream, "patches": _patches, "pixels": _pixels}[way]
+
+    def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        scale_x, scale_c = unit_scale(x), unit_scale(cotangent)
+        x, cotangent = divide(x, scale_x, conv.dtype), divide(cotangent, scale_c, conv.dtype)
+        scale = outer_product.combine_scales(scale_x, scale_c)
+        return jnp.stack([scale, squares_of(conv, x, cotangent)], axis=1)
+
+    held = unfold.patch_bytes(conv)
+    if way == "stream":
+        held += conv.kernel_size * conv.itemsize
+    else:
+        pixels = (conv.images * math.prod(conv.padded)) ** 2 if way == "pixels" else 0
+        held += conv.groups * conv.itemsize * (2 * conv.positions**2 + 2 * pixels)
+    result = map_chunks(some, (x, cotangent), max(1, _CHUNK_BYTES // held))
+    return result[:, 0], result[:, 1]
+
+
+def _stream(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    return sum_squares(unfold.product(conv, unfold.patches(conv, x), cotangent))
+
+
+def _patches(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    rank = len(conv.kernel)
+    rows = unfold.patches(conv, x).reshape(x.shape[0], conv.groups, conv.depth, -1)
+    columns = jnp.moveaxis(cotangent, 2 + rank, 1)
+    columns = columns.reshape(x.shape[0], conv.groups, -1, conv.features)
+    return outer_product.gram_squares(rows.swapaxes(2, 3), columns)
+
+
+def _pixels(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    left, right = _pairs(x), _pairs(cotangent)
+    # [b, G, N, *S, N, *S]: zeros around both images, then the same kernel position in both.
+    batch, groups, images = left.shape[:3]
+    if any(low or high for low, high in conv.pads):
+        shape = (batch, groups, images, *conv.padded, images, *conv.padded)
+        lows = [low for low, _ in conv.pads]
+        left = lax.dynamic_update_slice(
+            jnp.zeros(shape, left.dtype), left, (0, 0, 0, *lows, 0, *lows)
+        )
+    total = jnp.zeros((), left.dtype)
+    for position in itertools.product(*(range(k) for k in conv.kernel)):
+        start = [k * d for k, d in zip(position, conv.dilation, strict=True)]
+        stop = [
+            first + (o - 1) * s + 1
+            for first, o, s in zip(start, conv.out, conv.strides, strict=True)
+        ]
+        total = total + lax.slice(
+            left,
+            (0, 0, 0, *start, 0, *start),
+            (batch, groups, images, *stop, images, *stop),
+            (1, 1, 1, *conv.strides, 1, *conv.strides),
+        )
+    products = jnp.real(total * right).reshape(batch, -1)
+    return jnp.maximum(jnp.sum(products, axis=1), 0)
+
+
+def _pairs(array: jax.Array) -> jax.Array:
+    """Inner products of all pairs of places, ``[b, N, *S, G, C]`` to ``[b, G, N, *S, N, *S]``."""
+    axis = array.ndim - 1
+    return lax.dot_general(
+        array,
+        jnp.conj(array),
+        (((axis,), (axis,)), ((0, axis - 1), (0, axis - 1))),
+        precision=lax.Precision.HIGHEST,
+    )

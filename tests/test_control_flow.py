@@ -153,6 +153,22 @@ def test_associative_scan():
     assert not modes.fallbacks(loss, params, batch)
 
 
+def test_slices_at_a_place_that_the_example_names():
+    def loss(params, i, x):
+        row = params["table"][i]
+        window = lax.dynamic_slice(params["table"], (i, 1), (2, 2))
+        corner = lax.dynamic_slice(params["table"], (i, i), (1, 1))
+        whole = lax.dynamic_slice(params["small"], (i, i), (1, 2))
+        return jnp.sum((row @ x) ** 2 + window**3) * jnp.sum(whole**2) + corner[0, 0] ** 2
+
+    params = {"table": normal(5, DIM), "small": normal(1, 2)}
+    # The last two reach beyond the table, so that the slices start earlier.
+    batch = jnp.array([0, 4, 7]), normal(BATCH, DIM)
+    expected = modes.check(loss, params, *batch)
+    assert np.any(expected["table"][2, 4])
+    assert not modes.fallbacks(loss, params, *batch)
+
+
 def test_weights_chosen_by_the_counter():
     def by_slice(params, x):
         return jnp.sum(

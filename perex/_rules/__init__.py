@@ -3,6 +3,7 @@
 from perex._compat import primitives
 from perex._rules.conv import ConvRule
 from perex._rules.dot_general import DotGeneralRule
+from perex._rules.dynamic_slice import DynamicSliceRule
 from perex._rules.gather import GatherRule
 from perex._rules.registry import (
     Rule,
@@ -18,4 +19,5 @@ __all__ = ["Rule", "Site", "check_options", "find_rule", "per_example", "registe
 
 register_rule(primitives.conv_general_dilated_p, ConvRule())
 register_rule(primitives.dot_general_p, DotGeneralRule())
+register_rule(primitives.dynamic_slice_p, DynamicSliceRule(GatherRule()))
 register_rule(primitives.gather_p, GatherRule())

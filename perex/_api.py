@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -54,7 +55,7 @@ class Options:
             raise TypeError(f"{name}: fun must be callable, got {fun!r}.")
         if isinstance(argnums, bool) or not isinstance(argnums, int):
             try:
-                argnums = tuple(int(i) for i in argnums)  # type: ignore[union-attr]
+                argnums = tuple(operator.index(i) for i in argnums)  # type: ignore[union-attr]
             except (TypeError, ValueError):
                 raise TypeError(
                     f"{name}: argnums must be an int or a sequence of ints, got {argnums!r}."
@@ -155,15 +156,10 @@ class Options:
             ) from None
         if not is_parameter:
             return
-        if jnp.issubdtype(dtype, jnp.complexfloating):
+        if not jnp.issubdtype(dtype, jnp.inexact):
             raise TypeError(
-                f"{self.name}: {where} is differentiated and must be real, but has dtype {dtype}. "
-                "As in jax.grad, differentiate with respect to real and imaginary part."
-            )
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"{self.name}: {where} is differentiated and must be floating-point, but has dtype "
-                f"{dtype}. Leave it out of argnums, or cast it."
+                f"{self.name}: {where} is differentiated and must be floating-point (or "
+                f"complex), but has dtype {dtype}. Leave it out of argnums, or cast it."
             )
 
     def _batch_size(
@@ -253,10 +249,11 @@ def value_and_grad(
       A function with the arguments of ``fun`` (batched) that returns ``(value, gradient)``, or
       ``((value, aux), gradient)`` with ``has_aux``: value ``[B]`` in the loss's dtype, aux with the
       example axis in front, and for each parameter leaf ``[B, *leaf.shape]`` in the leaf's dtype.
+      The gradient of a complex leaf follows the convention of `jax.grad`.
 
     Raises:
-      TypeError: ``fun`` does not return a real scalar; an argument in ``argnums`` is not real
-        floating-point; an argument is no array.
+      TypeError: ``fun`` does not return a real scalar; an argument in ``argnums`` is of integers;
+        an argument is no array.
       ValueError: the example axes disagree or are missing; ``conv`` names no algorithm.
 
     Example:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from perex import _compat, _control_flow
-from perex._plan import PARAM, Apply, Plan, Prepare, SiteUse, Tap
 from perex._rules import Site
+from perex._steps import PARAM, Apply, Plan, Prepare, SiteUse, Tap
 from perex._trace import Equation
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from perex import _compat, _ways
 from perex._api import Options
-from perex._plan import Plan, SiteUse
 from perex._preparation import is_isometric, steps
+from perex._steps import Plan, SiteUse
 from perex._transform import Problem, plan_of
 
 

@@ -16,8 +16,8 @@ import jax
 
 from perex import _compat
 from perex._evaluate import bind
-from perex._plan import PARAM, Plan, Region, SiteUse, preparation
 from perex._rules.registry import same_params
+from perex._steps import PARAM, Plan, Region, SiteUse, preparation
 from perex._trace import Equation
 
 _P = _compat.primitives

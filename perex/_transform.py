@@ -13,8 +13,8 @@ import numpy as np
 from perex import _compat, _evaluate, _plan, _trace
 from perex._masks import Knowledge
 from perex._per_example import PerExample
-from perex._plan import DATA, PARAM, Plan
 from perex._preparation import Preparation
+from perex._steps import DATA, PARAM, Plan
 from perex._uses import Use, merge_uses
 
 

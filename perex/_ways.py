@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from perex._plan import SiteUse
+from perex._steps import SiteUse
 
 if TYPE_CHECKING:
     from perex._per_example import PerExample

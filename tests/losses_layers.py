@@ -191,3 +191,16 @@ def residual_network(params, image, label):
 def complex_numbers_within(params, x):
     spectrum = jnp.fft.fft(x @ params["w"]) * jnp.exp(1j * params["filter"])
     return jnp.sum(jnp.abs(jnp.fft.ifft(spectrum)) ** 2 * jnp.arange(4.0))
+
+
+@case({"w": normal(6, 4) + 1j * normal(4, 6).T, "k": normal(2, 3) * 1j}, batch(6), sites=2)
+def complex_parameters(params, x):
+    y = jnp.tanh(x @ params["w"])
+    y = lax.conv_general_dilated(
+        y[None, :, None],
+        params["k"].T[:, None],
+        (1,),
+        "SAME",
+        dimension_numbers=("NHC", "HIO", "NHC"),
+    )
+    return jnp.sum(jnp.real(y * jnp.conj(y)) + jnp.imag(y))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,10 @@ __all__ = ["ConvRule", "describe", "register_conv_algorithm"]
 
 class ConvRule:
     """Kernel gradients of any convolution; ``site.options["conv"]`` chooses the algorithm."""
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raises where ``options["conv"]`` means no algorithm, whether or not a loss convolves."""
+        choose.check(options.get("conv", "auto"))
 
     def covers(self, site: Site) -> str | None:
         """None where the parameter is the kernel, else the reason why the rule does not apply."""

@@ -152,6 +152,19 @@ def estimates(conv: Convolution, batch: int) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
+def check(choice: Any) -> None:
+    """Raises as `resolve` does where a value of ``conv=`` can mean no algorithm."""
+    if callable(choice):
+        return
+    if not isinstance(choice, str):
+        raise TypeError(
+            f"perex: conv must be 'auto', the name of an algorithm or a function, got {choice!r}."
+        )
+    if choice not in ("auto", *ALGORITHMS):
+        known = ", ".join(repr(name) for name in ("auto", *ALGORITHMS))
+        raise ValueError(f"perex: unknown convolution algorithm {choice!r}; known are {known}.")
+
+
 def resolve(conv: Convolution, choice: Any, batch: int) -> tuple[str, Algorithm]:
     """The algorithm that a value of ``conv=`` means on a CPU.
 
@@ -174,15 +187,9 @@ def resolve(conv: Convolution, choice: Any, batch: int) -> tuple[str, Algorithm]
         choice = choice(conv)
         if callable(choice):
             return getattr(choice, "__name__", repr(choice)), Algorithm(choice)
-    if not isinstance(choice, str):
-        raise TypeError(
-            f"perex: conv must be 'auto', the name of an algorithm or a function, got {choice!r}."
-        )
+    check(choice)
     if choice == "auto":
         choice = next(iter(estimates(conv, batch)))
-    if choice not in ALGORITHMS:
-        known = ", ".join(repr(name) for name in ("auto", *ALGORITHMS))
-        raise ValueError(f"perex: unknown convolution algorithm {choice!r}; known are {known}.")
     reason = ALGORITHMS[choice].covers(conv)
     if reason is not None:
         raise ValueError(

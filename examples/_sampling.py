@@ -52,15 +52,12 @@ class Plan:
         return (1 + math.exp(min(epsilon, 700))) * self.overflow_probability
 
 
-def plan(examples: int, batch_size: int, epochs: int, delta: float, multiple: int = 1) -> Plan:
-    """Choose the physical batch size, a multiple of `multiple`, such that overflow is very rare."""
+def plan(examples: int, batch_size: int, epochs: int, delta: float) -> Plan:
+    """Choose the physical batch size such that overflow is very rare."""
     steps_per_epoch = max(1, round(examples / batch_size))
     steps = steps_per_epoch * epochs
     sizes = stats.binom(examples, batch_size / examples)
-    # The largest size that is wanted: with it, all steps together overflow with this probability.
-    enough = int(sizes.isf(1e-4 * delta / steps))
-    physical = min(examples, enough)
-    physical = multiple * math.ceil(physical / multiple)
+    physical = min(examples, int(sizes.isf(1e-4 * delta / steps)))
     overflow = min(1.0, steps * float(sizes.sf(physical)))
     return Plan(examples, batch_size, steps_per_epoch, epochs, physical, overflow)
 

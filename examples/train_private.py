@@ -4,10 +4,10 @@
     python examples/train_private.py --dataset=mnist --data_dir=DIR --target_epsilon=1.19
 
 Each step draws a Poisson sample of the training images, takes the gradient of each image with
-`perex.grad`, and gives these to `optax.chain(perex.dp_clip(...), optax.sgd(...))`. With
-`--microbatch_size` it clips and sums that many images at a time with less memory, and
-`perex.dp_noise` adds the noise, once. The privacy spent, by dp_accounting, is printed at each
-epoch.
+`perex.grad`, as factors where that is cheaper, and gives these to
+`optax.chain(perex.dp_clip(...), optax.sgd(...))`. With `--microbatch_size`, `perex.clipped_grad`
+clips and sums that many images at a time with less memory, and `perex.dp_noise` adds the noise,
+once. The privacy spent, by dp_accounting, is printed at each epoch.
 
 The guarantee is for adding or removing one training image, and for what training releases: the
 parameters, and the accuracy on test images, which are taken to be public. The number of training
@@ -63,44 +63,39 @@ MOMENTUM = 0.9
 FLAGS = flags.FLAGS
 
 
-def by_default(name: str) -> str:
-    """Return the end of a flag's help: its default for each data set."""
-    return f" (default: {', '.join(f'{v[name]:g} for {k}' for k, v in DEFAULTS.items())})"
+def define_flags(values: flags.FlagValues = FLAGS) -> None:
+    def by_dataset(name):
+        return "default: " + ", ".join(f"{d[name]:g} for {key}" for key, d in DEFAULTS.items())
 
+    def number(define, name, text, least=None, default=None):
+        define(name, default, text, lower_bound=least, flag_values=values)
 
-def define_flags() -> None:
-    flags.DEFINE_enum("dataset", "digits", list(DEFAULTS), "The images to train on.")
+    integer, real = flags.DEFINE_integer, flags.DEFINE_float
+    flags.DEFINE_enum(
+        "dataset", "digits", list(DEFAULTS), "Images to train on.", flag_values=values
+    )
     flags.DEFINE_string(
-        "data_dir", None, "Directory of the four IDX files of MNIST, gzipped or not."
+        "data_dir",
+        None,
+        "Directory of the four IDX files of MNIST, gzipped or not.",
+        flag_values=values,
     )
-    flags.DEFINE_integer(
-        "epochs", None, "Passes over the data, in expectation" + by_default("epochs"), lower_bound=1
+    flags.DEFINE_string(
+        "plot", None, "PNG file to draw a picture of the run into.", flag_values=values
     )
-    flags.DEFINE_integer(
-        "batch_size", None, "Expected size of a batch" + by_default("batch_size"), lower_bound=1
+    number(integer, "epochs", f"Passes over the data, in expectation; {by_dataset('epochs')}.", 1)
+    number(integer, "batch_size", f"Expected size of a batch; {by_dataset('batch_size')}.", 1)
+    number(real, "l2_norm_clip", f"Bound on a gradient's norm; {by_dataset('l2_norm_clip')}.", 0)
+    number(real, "learning_rate", f"For SGD with momentum; {by_dataset('learning_rate')}.", 0)
+    number(real, "noise_multiplier", "Noise on the sum, in clip norms; 0: no privacy.", 0)
+    number(
+        real,
+        "target_epsilon",
+        f"Make the noise such that the run spends this; {by_dataset('target_epsilon')}.",
     )
-    flags.DEFINE_float(
-        "l2_norm_clip", None, "Clip norm of the gradient of an image" + by_default("l2_norm_clip"),
-        lower_bound=0,
-    )  # fmt: skip
-    flags.DEFINE_float(
-        "noise_multiplier", None, "Noise on the sum, in clip norms; 0 trains without privacy.",
-        lower_bound=0,
-    )  # fmt: skip
-    flags.DEFINE_float(
-        "target_epsilon", None,
-        "Choose the noise such that the run spends this epsilon" + by_default("target_epsilon"),
-    )  # fmt: skip
-    flags.DEFINE_float("delta", None, "The delta of the guarantee" + by_default("delta"))
-    flags.DEFINE_float(
-        "learning_rate", None, "Of SGD with momentum" + by_default("learning_rate"), lower_bound=0
-    )
-    flags.DEFINE_integer(
-        "microbatch_size", None, "Images whose gradients are held at a time (default: all).",
-        lower_bound=1,
-    )  # fmt: skip
-    flags.DEFINE_integer("seed", 0, "Of parameters, samples and noise.", lower_bound=0)
-    flags.DEFINE_string("plot", None, "Write a picture of the run to this PNG file.")
+    number(real, "delta", f"The delta of the guarantee; {by_dataset('delta')}.")
+    number(integer, "microbatch_size", "Images to hold gradients of at a time; default: all.", 1)
+    number(integer, "seed", "Of parameters, samples and noise.", 0, default=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +196,7 @@ def accuracy(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
 @jax.jit
 def gradient_norms(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     """Return the norm of each image's gradient `[N]`."""
-    gradients = perex.grad(loss)(params, images, labels)
-    return jax.vmap(optax.tree.norm)(gradients)
+    return perex.grad_norms(loss)(params, images, labels)
 
 
 def optimizer(
@@ -218,20 +212,6 @@ def optimizer(
     )
 
 
-def clipped_sum(config: Settings, params: Any, batch: tuple[jax.Array, ...]) -> Any:
-    """Return the sum of clipped gradients, which holds those of one microbatch at a time."""
-    summing = perex.dp_clip(config.l2_norm_clip, 0.0, jax.random.key(0), expected_batch_size=1)
-
-    def add(total, part):
-        images, labels, is_padding = part
-        gradients = perex.grad(loss, factored=True)(params, images, labels)
-        more, _ = summing.update(gradients, summing.init(params), is_padding=is_padding)
-        return jax.tree.map(jnp.add, total, more), None
-
-    parts = [x.reshape(-1, config.microbatch_size, *x.shape[1:]) for x in batch]
-    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), tuple(parts))[0]
-
-
 def train(data: _data.Data, config: Settings) -> _report.Run:
     """Train, print the accuracy and the privacy spent at each epoch, and return the run."""
     plan = _sampling.plan(
@@ -239,7 +219,6 @@ def train(data: _data.Data, config: Settings) -> _report.Run:
         config.batch_size,
         config.epochs,
         config.delta,
-        multiple=config.microbatch_size or 1,
     )
     noise_multiplier = config.noise_multiplier
     if noise_multiplier is None:
@@ -250,6 +229,10 @@ def train(data: _data.Data, config: Settings) -> _report.Run:
     tx = optimizer(config, noise_multiplier, noise_key)
     state = tx.init(params)
 
+    clipped_sum = perex.clipped_grad(
+        loss, config.l2_norm_clip, microbatch_size=config.microbatch_size
+    )
+
     @jax.jit
     def step(params, state, indices, is_padding):
         batch = images[indices], labels[indices]
@@ -257,7 +240,7 @@ def train(data: _data.Data, config: Settings) -> _report.Run:
             gradients = perex.grad(loss, factored=True)(params, *batch)
             updates, state = tx.update(gradients, state, params, is_padding=is_padding)
         else:
-            total = clipped_sum(config, params, (*batch, is_padding))
+            total, _ = clipped_sum(params, *batch, is_padding=is_padding)
             updates, state = tx.update(total, state, params)
         return optax.apply_updates(params, updates), state
 

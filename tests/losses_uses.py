@@ -270,7 +270,7 @@ def concatenated_with_data(params, x):
     return jnp.sum(jnp.tanh(jnp.cumsum(x @ params["w"], axis=0)))
 
 
-@case({"table": normal(6, 3)}, np.array([0, 2, 3]), batch(2, 3), sites=0)
+@case({"table": normal(6, 3)}, np.array([0, 2, 3]), batch(2, 3), sites=1)
 def sliced_and_updated(params, start, x):
     window = lax.dynamic_slice_in_dim(params["table"], start, 2)
     updated = params["table"].at[start].add(x[0]).at[0].multiply(2.0)

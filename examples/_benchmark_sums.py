@@ -114,7 +114,10 @@ def clipped_contestants(entry: Entry, batch_size: int, options: Options) -> list
         ),
     ]
     if importlib.util.find_spec("jax_privacy"):
-        peer = jax_privacy(problem, options.microbatch_size)
+        # It takes no microbatch size that leaves a remainder.
+        size = options.microbatch_size
+        size = None if size is not None and batch_size % size else size
+        peer = jax_privacy(problem, size)
         contestants.append(Contestant(_JAX_PRIVACY, peer, problem.args, total))
     return contestants
 

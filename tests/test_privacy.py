@@ -8,8 +8,9 @@ import optax
 import pytest
 from scipy import stats
 
+import perex
 from perex._clipping import Clipping, clip_weights, sensitivity
-from perex._norms import combine_norms, from_square_norms, square_norms, weighted_sum
+from perex._norms import ScaledNorms, combine_norms, from_square_norms, square_norms, weighted_sum
 from perex._privacy import dp_clip, dp_noise
 
 KEY = jax.random.key(7)
@@ -46,7 +47,8 @@ def gradients(size, seed=0, scale=1.0, dtype=np.float32):
 
 
 def apply(tx, grads, params=None, **extra):
-    return tx.update(jax.tree.map(jnp.asarray, grads), tx.init(params), params, **extra)
+    arrays = jax.tree.map(jnp.asarray, grads)
+    return tx.update(arrays, tx.init(params), params, **extra)
 
 
 def clipped_sum(grads, clip=0.5, is_padding=None, **mode):
@@ -158,6 +160,10 @@ def test_leaves_of_very_different_scale_make_one_norm():
     grads["c"] = np.float32([[1e-30], [1e30], [1e35]])
     norms = combine_norms([square_norms(jnp.asarray(leaf)) for leaf in grads.values()])
     np.testing.assert_allclose(norms.values(), [5e25, 1e30, 1e35], rtol=1e-6)
+    # 2 ** -132 underflows, 2 ** (126 - 132) does not.
+    parts = [ScaledNorms(jnp.ones(1), jnp.float32([2.0**126])), from_square_norms(jnp.ones(1))]
+    parts[1] = parts[1]._replace(scale=jnp.float32([2.0**66]))
+    np.testing.assert_allclose(combine_norms(parts).squares, 2.0**-6 + parts[1].squares, rtol=1e-6)
 
 
 def test_norm_too_large_for_float32_still_clips():
@@ -511,6 +517,37 @@ def test_factored_leaves_give_the_result_of_arrays(mode):
     assert result["w"].shape == (3, 2)
     for a, b in zip(state[1:], expected_state[1:], strict=True):
         assert a == b
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_factored_gradients_of_perex(poison):
+    """A poisoned example and poisoned padding, through the taps of `perex.grad`."""
+    rng = np.random.default_rng(0)
+    params = {
+        "conv": jnp.float32(rng.normal(size=(3, 3, 32, 64))) / 10,
+        "dense": jnp.float32(rng.normal(size=(256, 128))) / 10,
+        "bias": jnp.zeros(128),
+    }
+
+    def loss(params, x, label):
+        y = jax.lax.conv_general_dilated(
+            x[None], params["conv"], (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        logits = jnp.tanh(y).reshape(-1) @ params["dense"] + params["bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, label)
+
+    x = rng.normal(size=(6, 4, 4, 32)).astype(np.float32)
+    x[[1, 4]] = poison
+    labels, padding = jnp.arange(6), jnp.arange(6) == 4
+    tx = dp_clip(0.5, 0.0, KEY, expected_batch_size=1)
+    factored = perex.grad(loss, factored=True)(params, x, labels)
+    assert isinstance(factored["conv"], perex.PerExample)
+    assert isinstance(factored["dense"], perex.PerExample)
+    result, state = apply(tx, factored, params, is_padding=padding)
+    one_by_one = [jax.grad(loss)(params, x[i], labels[i]) for i in (0, 2, 3, 5)]
+    expected = oracle(jax.tree.map(lambda *g: np.stack(g), *one_by_one), 0.5)
+    assert distance(result, expected) < 10 * ROUNDING
+    assert (state.num_nonfinite, state.num_clipped) == (1, 4)
 
 
 # ---- what bad input gets -----------------------------------------------------------------------

@@ -58,15 +58,17 @@ def _everything(case: Case) -> Callable[..., dict[str, Any]]:
 
 
 def _check(case: Case) -> None:
+    with jax.enable_x64(True) if case.dtype == "float64" else contextlib.nullcontext():
+        _check_in_context(case)
+
+
+def _check_in_context(case: Case) -> None:
     x, cotangent = case.data()
     weights = np.linspace(-1, 2, case.batch)
     expected = numpy_gradient(case, x, cotangent)
     if not case.negative:
         np.testing.assert_allclose(expected, loop(case, x, cotangent), rtol=1e-9, atol=1e-9)
-    x64 = jax.enable_x64(True) if case.dtype == "float64" else contextlib.nullcontext()
-    with x64:
-        arrays = (jnp.asarray(x), jnp.asarray(cotangent), jnp.asarray(weights))
-        found = jax.jit(_everything(case))(*arrays)
+    found = jax.jit(_everything(case))(x, cotangent, jnp.asarray(weights))
     squares = (np.abs(expected) ** 2).sum(tuple(range(1, expected.ndim)))
     total = np.tensordot(weights, expected, 1)
     # Terms of a Gram sum can be larger than the norm: their scale is what rounding is relative to.

@@ -37,7 +37,7 @@ def chunk_size(batch: int, wanted: int) -> int:
     wanted = max(1, wanted) * jax.local_device_count()
     if wanted >= batch:
         return max(batch, 1)
-    divisors = [d for d in range(1, batch + 1) if batch % d == 0 and wanted <= 2 * d <= 4 * wanted]
+    divisors = [d for d in range(-(-wanted // 2), 2 * wanted + 1) if batch % d == 0]
     if not divisors:
         return wanted
     return min(divisors, key=lambda d: abs(math.log(d / wanted)))

@@ -100,7 +100,11 @@ def per_example(
 
 
 def weighted_sum(
-    conv: Convolution, x: jax.Array, cotangent: jax.Array, weights: jax.Array
+    conv: Convolution,
+    x: jax.Array,
+    cotangent: jax.Array,
+    weights: jax.Array,
+    chunk: int | None = None,
 ) -> jax.Array:
     """Sum over examples of weight times kernel gradient, in products over examples and positions.
 
@@ -109,6 +113,7 @@ def weighted_sum(
       x: ``[B, N, *S, G, C]``.
       cotangent: ``[B, N, *O, G, P]``.
       weights: ``[B]``; an example of weight zero adds exactly zero, whatever it holds.
+      chunk: examples at a time, by default what stays in a CPU's cache.
 
     Returns:
       ``[*K, G, C, P]`` of type ``conv.dtype``.
@@ -121,7 +126,7 @@ def weighted_sum(
         cotangent = cotangent.reshape(1, -1, *cotangent.shape[2:])
         return product(conv, patches(conv, x), cotangent)[0]
 
-    return sum_chunks(some, (x, cotangent, weights), sum_chunk(conv))
+    return sum_chunks(some, (x, cotangent, weights), chunk or sum_chunk(conv))
 
 
 def weigh(

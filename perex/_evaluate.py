@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from perex import _compat, _control_flow
-from perex._rules import Site
+from perex._rules import Site, find_rule, per_example
 from perex._steps import PARAM, Apply, Plan, Prepare, SiteUse, Tap
 from perex._trace import Equation
 
@@ -108,7 +108,10 @@ def evaluate(
             continue
         if isinstance(step, Apply):
             operands = list(map(read, equation.inputs))
-            if step.found is None:
+            if step.apart is not None:
+                with _compat.equation_scope(equation.source):
+                    results = [kept_apart(step.apart, *operands)]
+            elif step.found is None:
                 results = bind(equation, operands)
             else:
                 mask = step.found.mask
@@ -171,3 +174,35 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Fac
 
     call.defvjp(forward, backward)
     return call(tap, parameter, inputs)
+
+
+def kept_apart(site: Site, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Convolves with a kernel whose gradient is computed by the rule, for the whole batch."""
+    rule = find_rule(site.primitive)
+
+    @jax.custom_batching.custom_vmap
+    def gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return per_example(rule, site, (x[None],), cotangent[None])[0]
+
+    @gradient.def_vmap
+    def gradients(size: int, batched: Any, x: jax.Array, cotangent: jax.Array) -> Any:
+        x, cotangent = (
+            value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
+            for value, is_batched in zip((x, cotangent), batched, strict=True)
+        )
+        return per_example(rule, site, (x,), cotangent), True
+
+    @jax.custom_vjp
+    def call(x: jax.Array, kernel: jax.Array) -> Any:
+        return site.apply((x,), kernel)
+
+    def forward(x: jax.Array, kernel: jax.Array) -> tuple[Any, Any]:
+        return site.apply((x,), kernel), (x, kernel)
+
+    def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
+        x, kernel = residuals
+        _, pull = jax.vjp(lambda x: site.apply((x,), kernel), x)
+        return *pull(cotangent), gradient(x, cotangent)
+
+    call.defvjp(forward, backward)
+    return call(x, kernel)

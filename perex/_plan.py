@@ -145,6 +145,8 @@ class _Planner:
             tuple(self.fallbacks),
             inputs & plain,
             inputs & differentiable,
+            not self.sites
+            and not any(isinstance(d, Region) or getattr(d, "apart", None) for d in drafts),
         )
 
     def _want(self, inputs: Sequence[int], plain: set[int], differentiable: set[int]) -> None:
@@ -168,20 +170,39 @@ class _Planner:
             self.leaves[variable] = leaves
         if not any(self.bits[v] & DATA for v in equation.inputs):
             return Prepare(equation, False, False)
-        parameters = [i for i, v in enumerate(equation.inputs) if self.bits[v] == PARAM]
-        if not parameters:
-            # Sites may still lie in a body that reads parameters from nowhere: impossible, as all
-            # that a body reads is an operand. So nothing here concerns parameters.
+        if not any(self.bits[v] & PARAM for v in equation.inputs):
             return Apply(equation, self.knowledge.find(equation))
         form = _regions.form_of(equation)
         if form is not None:
             return self._region(equation, form)
+        parameters = [i for i, v in enumerate(equation.inputs) if self.bits[v] == PARAM]
+        if not parameters:
+            return self._apply(equation)
         reason = self._tap(equation, parameters)
         if isinstance(reason, Tap):
             return reason
         for position in parameters:
             self._fall_back(equation, equation.inputs[position], reason)
-        return Apply(equation, self.knowledge.find(equation))
+        return self._apply(equation)
+
+    def _apply(self, equation: Equation) -> Apply:
+        found = self.knowledge.find(equation)
+        convolution = equation.primitive is _compat.primitives.conv_general_dilated_p
+        if found is not None or not convolution or not self.bits[equation.inputs[1]] & PARAM:
+            return Apply(equation, found)
+        return Apply(equation, apart=self._site(equation, 1))
+
+    def _site(self, equation: Equation, argument: int, mask: Any = None) -> Site:
+        return Site(
+            equation.primitive,
+            equation.params,
+            argument,
+            tuple(_struct(self.program.avals[v]) for v in equation.inputs),
+            _struct(self.program.avals[equation.outputs[0]]),
+            self.options,
+            _compat.source_summary(equation.source),
+            mask,
+        )
 
     def _tap(self, equation: Equation, parameters: Sequence[int]) -> Tap | str:
         """Returns the step for a site, or the reason why the equation is none."""
@@ -198,17 +219,7 @@ class _Planner:
         found = self.knowledge.find(equation)
         if found is not None and found.mask is not None:
             return f"masked convolution, {found.plan.describe()}"
-        avals = [self.program.avals[v] for v in equation.inputs]
-        site = Site(
-            equation.primitive,
-            equation.params,
-            argument,
-            tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals),
-            _struct(self.program.avals[equation.outputs[0]]),
-            self.options,
-            _compat.source_summary(equation.source),
-            None if found is None else found.plan,
-        )
+        site = self._site(equation, argument, None if found is None else found.plan)
         reason = rule.covers(site) if hasattr(rule, "covers") else None
         if reason is not None:
             return reason
@@ -256,7 +267,7 @@ class _Planner:
             )
             first.append(len(self.sites))
             self.sites.extend([None] * len(plans[-1].sites))  # filled below, once the region exists
-        if not any(plan.sites for plan in plans):
+        if all(plan.plain_enough for plan in plans):
             self.fallbacks.extend(f for plan in plans for f in plan.fallbacks)
             return Apply(equation)
         region = Region(equation, form, tuple(plans), tuple(first))

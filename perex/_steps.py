@@ -40,10 +40,14 @@ class Apply:
     Attributes:
       equation: the equation.
       found: for a masked convolution, how it is evaluated exactly instead.
+      apart: for a convolution with a kernel that is differentiated, its description as a site of
+        the kernel: its rule keeps examples apart, where the convolution that ``vmap`` makes of the
+        kernel's gradient may mix them (XLA makes it dense in float64, where 0 * NaN = NaN).
     """
 
     equation: Equation
     found: Found | None = None
+    apart: Site | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,6 +131,7 @@ class Plan:
       fallbacks: all other uses of parameters.
       plain: the `PARAM` inputs wanted as constants of the differentiation.
       differentiable: the `PARAM` inputs wanted as what is differentiated.
+      plain_enough: whether nothing is lost by evaluating the program as it stands.
     """
 
     program: Program
@@ -136,6 +141,7 @@ class Plan:
     fallbacks: tuple[Fallback, ...]
     plain: frozenset[int]
     differentiable: frozenset[int]
+    plain_enough: bool
 
     def preparation(self, variable: int) -> tuple[tuple[Equation, ...], frozenset[int]]:
         """Returns the equations and the program inputs from which ``variable`` is computed."""

@@ -50,7 +50,15 @@ class Site:
         return self.operands[: self.argument] + self.operands[self.argument + 1 :]
 
     def apply(self, inputs: tuple[Any, ...], parameter: Any) -> Any:
-        """Evaluates the equation for one example."""
+        """Evaluates the equation for one example.
+
+        Args:
+          inputs: the other operands, in order.
+          parameter: the operand that is the parameter.
+
+        Returns:
+          The result, of the shape and dtype of ``out``.
+        """
         if self.mask is not None:
             return self.mask.convolve(*inputs, parameter)
         operands = (*inputs[: self.argument], parameter, *inputs[self.argument :])

@@ -71,8 +71,8 @@ class Use:
             scale = jnp.broadcast_to(
                 jax.lax.expand_dims(scale, range(1, squares.ndim)), squares.shape
             )
-        batch = squares.shape[0]
-        return _over_steps(ScaledNorms(scale.reshape(batch, -1), squares.reshape(batch, -1)))
+        shape = (squares.shape[0], math.prod(squares.shape[1:]))
+        return _over_steps(ScaledNorms(scale.reshape(shape), squares.reshape(shape)))
 
     def weighted_sum(self, weights: jax.Array) -> jax.Array | None:
         """Returns the sum of weight times gradient ``[*leaf]``, or None if the rule offers none."""

@@ -1,0 +1,223 @@
+"""The rule of ``gather``: look-ups of any kind, repeated ids, indices out of bounds."""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from losses import Loss
+from oracle import assert_trees_close, loop
+from sites import by_loop, check_repeats, check_rule, site_of
+
+import perex
+from perex import _evaluate
+from perex._rules.gather import GatherRule
+
+RULE = GatherRule()
+ROUNDING = 1e-10
+MODES = ["clip", "fill", "promise_in_bounds"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LookUp:
+    """A gather by its own numbers; ``bounds`` are the smallest and largest index tried."""
+
+    table: tuple[int, ...]
+    indices: tuple[int, ...]
+    offset: tuple[int, ...]
+    collapsed: tuple[int, ...]
+    mapped: tuple[int, ...]
+    sizes: tuple[int, ...]
+    table_batch: tuple[int, ...] = ()
+    indices_batch: tuple[int, ...] = ()
+    mode: str = "clip"
+
+    def __call__(self, table, indices):
+        numbers = lax.GatherDimensionNumbers(
+            self.offset, self.collapsed, self.mapped, self.table_batch, self.indices_batch
+        )
+        return lax.gather_p.bind(
+            table,
+            indices,
+            dimension_numbers=numbers,
+            slice_sizes=self.sizes,
+            indices_are_sorted=False,
+            unique_indices=False,
+            mode=lax.GatherScatterMode.from_any(self.mode),
+            fill_value=0.5 if self.mode == "fill" else None,
+        )
+
+
+KINDS = {
+    "rows": LookUp((7, 3), (4, 1), (1,), (0,), (0,), (1, 3)),
+    "one row": LookUp((7, 3), (1,), (0,), (0,), (0,), (1, 3)),
+    "numbers": LookUp((7,), (2, 3, 1), (), (0,), (0,), (1,)),
+    "columns": LookUp((3, 7), (4, 1), (0,), (1,), (1,), (3, 1)),
+    "rows between other axes": LookUp((2, 5, 3), (4, 1), (0, 2), (1,), (1,), (2, 1, 3)),
+    "two axes": LookUp((4, 5, 2), (6, 2), (1,), (0, 1), (0, 1), (1, 1, 2)),
+    "two axes swapped": LookUp((4, 5, 2), (6, 2), (1,), (0, 1), (1, 0), (1, 1, 2)),
+    "slices": LookUp((7, 3), (4, 1), (1, 2), (), (0,), (2, 3)),
+    "parts of rows": LookUp((7, 3), (4, 2), (1,), (0,), (0, 1), (1, 2)),
+    "rows that are kept": LookUp((7, 3), (4, 1), (1, 2), (), (0,), (1, 3)),
+    "batches": LookUp((2, 5, 3), (2, 4, 1), (2,), (1,), (1,), (1, 1, 3), (0,), (0,)),
+    "batches swapped": LookUp((5, 3, 2), (4, 2, 1), (2,), (0,), (0,), (1, 3, 1), (2,), (1,)),
+    "no indices": LookUp((7, 3), (0, 1), (1,), (0,), (0,), (1, 3)),
+}
+
+
+def draw(kind, front, mode, seed=0):
+    """Return table, indices and cotangent; indices repeat, and leave the table unless promised."""
+    rng = np.random.default_rng(seed)
+    kind = dataclasses.replace(kind, mode=mode)
+    reach = max(kind.table) + 3
+    indices = rng.integers(-3, reach, (*front, *kind.indices)).astype(np.int32)
+    if mode == "promise_in_bounds":
+        limits = [kind.table[d] - kind.sizes[d] for d in kind.mapped]
+        indices = np.clip(indices, 0, np.array(limits, np.int32))
+    table = rng.standard_normal(kind.table)
+    out = jax.eval_shape(kind, table, np.zeros(kind.indices, np.int32)).shape
+    return kind, table, indices, rng.standard_normal((*front, *out))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [pytest.param(v, id=k) for k, v in KINDS.items()])
+def test_kinds_and_modes(kind, mode, x64):
+    kind, table, indices, cotangent = draw(kind, (3,), mode)
+    site = site_of(kind, 0, table, indices[0])
+    expected = by_loop(kind, 0, table, (indices,), cotangent)
+    check_rule(RULE, site, (indices,), cotangent, expected, ROUNDING)
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+@pytest.mark.parametrize("kind", [pytest.param(v, id=k) for k, v in KINDS.items()])
+def test_repeats_are_added_up(kind, mode, x64):
+    kind, table, indices, cotangent = draw(kind, (2, 3), mode)
+    site = site_of(kind, 0, table, indices[0, 0])
+    check_repeats(RULE, site, (indices,), cotangent, ROUNDING)
+
+
+def test_repeated_ids_accumulate(x64):
+    kind, table, indices, cotangent = draw(KINDS["rows"], (2,), "clip")
+    indices = np.array([[[5], [5], [5], [5]], [[0], [6], [0], [6]]], np.int32)
+    site = site_of(kind, 0, table, indices[0])
+    gradients = RULE.per_example(site, (indices,), cotangent)
+    np.testing.assert_allclose(gradients[0, 5], cotangent[0].sum(0))
+    np.testing.assert_allclose(gradients[1, 6], cotangent[1, 1] + cotangent[1, 3])
+    norms = np.sum(np.asarray(gradients) ** 2, (1, 2))
+    np.testing.assert_allclose(RULE.square_norm(site, (indices,), cotangent), norms)
+
+
+def test_the_norm_of_rows_does_not_grow_with_the_table():
+    """A vocabulary of a million rows costs what the look-ups cost."""
+    kind = LookUp((1 << 20, 8), (5, 1), (1,), (0,), (0,), (1, 8))
+    structs = jax.ShapeDtypeStruct(kind.table, np.float32), jax.ShapeDtypeStruct((5, 1), np.int32)
+    site = site_of(kind, 0, *structs)
+    jaxpr = jax.make_jaxpr(lambda i, c: RULE.square_norm(site, (i,), c))(
+        jnp.zeros((4, 5, 1), np.int32), jnp.ones((4, 5, 8))
+    )
+    sizes = [v.aval.size for e in jaxpr.eqns for v in e.outvars]
+    assert max(sizes) <= 4 * 5 * 8
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_batches_of_no_and_of_one_example(count, x64):
+    kind, table, indices, cotangent = draw(KINDS["rows"], (count,), "clip")
+    site = site_of(kind, 0, table, np.zeros((4, 1), np.int32))
+    expected = by_loop(kind, 0, table, (indices,), cotangent)
+    check_rule(RULE, site, (indices,), cotangent, expected, ROUNDING)
+
+
+def test_bfloat16_tables_accumulate_in_float32():
+    count = 1024
+    kind = LookUp((2, 1), (count, 1), (1,), (0,), (0,), (1, 1))
+    indices, cotangent = np.zeros((1, count, 1), np.int32), np.ones((1, count, 1), jnp.bfloat16)
+    site = site_of(kind, 0, np.zeros((2, 1), jnp.bfloat16), indices[0])
+    # In bfloat16 the sum of ones stops at 256.
+    np.testing.assert_allclose(RULE.square_norm(site, (indices,), cotangent), count**2)
+    total = RULE.weighted_sum(site, (indices,), cotangent, np.ones(1, np.float32))
+    np.testing.assert_allclose(total[0], count)
+
+
+def test_weight_zero_drops_what_is_not_finite():
+    kind, table, indices, cotangent = draw(KINDS["rows"], (3,), "clip")
+    site = site_of(kind, 0, table.astype(np.float32), indices[0])
+    cotangent = cotangent.astype(np.float32)
+    spoiled = cotangent.copy()
+    spoiled[1] = np.nan
+    weights = np.array([1, 0, 0.5], np.float32)
+    expected = perex._rules.weighted_sum(RULE, site, (indices,), cotangent, weights)
+    actual = perex._rules.weighted_sum(RULE, site, (indices,), spoiled, weights)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_the_parameter_is_not_the_index():
+    kind = KINDS["rows"]
+    site = site_of(kind, 1, np.zeros(kind.table), np.zeros(kind.indices, np.int32))
+    assert "indices" in RULE.covers(site)
+    assert RULE.covers(dataclasses.replace(site, argument=0)) is None
+
+
+# As users write look-ups.
+
+
+def table_at(table, ids):
+    return table[ids]
+
+
+LOOK_UPS = {
+    "subscript": table_at,
+    "take": lambda t, i: jnp.take(t, i, axis=0),
+    "take clip": lambda t, i: jnp.take(t, i, axis=1, mode="clip"),
+    "take fill": lambda t, i: jnp.take(t, i, axis=0, mode="fill", fill_value=3.0),
+    "take wrap": lambda t, i: jnp.take(t, i, axis=0, mode="wrap"),
+    "at get": lambda t, i: t.at[i].get(mode="drop", fill_value=0.25),
+    "rows and columns": lambda t, i: t[i[:, None], i[None, :] % 3],
+    "take_along_axis": lambda t, i: jnp.take_along_axis(t, i[:, None] % 7, axis=0),
+    "vmapped": lambda t, i: jax.vmap(lambda j: t[j, 1:])(i),
+    "one": lambda t, i: t[i[0]],
+}
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.int32, np.int64, np.uint8, np.int16], ids=lambda d: d.__name__
+)
+@pytest.mark.parametrize("name", ["subscript", "take fill"])
+def test_dtypes_of_ids(name, dtype, x64):
+    check_look_up(LOOK_UPS[name], np.array([[0, 6, 6], [1, 1, 200 % 7], [5, 2, 6]], dtype))
+
+
+@pytest.mark.parametrize("look_up", [pytest.param(v, id=k) for k, v in LOOK_UPS.items()])
+def test_look_ups_as_users_write_them(look_up, x64):
+    # Negative ids count from the end where the look-up says so; 9 and -8 are out of bounds.
+    check_look_up(look_up, np.array([[0, 6, 6], [-1, 9, 1], [5, -8, 6]]))
+
+
+def check_look_up(look_up, ids):
+    table = np.random.default_rng(0).standard_normal((7, 4))
+
+    def fun(table, ids):
+        rows = look_up(table, ids)
+        # NaN where a subscript fills what is out of bounds has no gradient to compare.
+        return jnp.sum(jnp.sin(jnp.where(jnp.isnan(rows), 0, rows)))
+
+    loss = Loss(fun, (table, ids))
+    text = perex.explain(fun)(*loss.args)
+    assert ": rule " in text and "fallback" not in text, text
+    _, _, expected = loop(jax.jit(fun))(*loss.args)
+    actual = jax.jit(perex.grad(fun))(*loss.args)
+    assert_trees_close(actual, expected, rtol=1e-9, atol=1e-11)
+
+
+@hypothesis.given(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=4))
+@hypothesis.settings(max_examples=10)
+def test_ids_travel_without_loss(ids):
+    """Ids beyond 2^24 have no float32 of their own, and still come back."""
+    ids = np.array(ids, np.int32)
+    struct = jax.ShapeDtypeStruct(ids.shape, ids.dtype)
+    np.testing.assert_array_equal(
+        _evaluate.decode(_evaluate._encode(jnp.asarray(ids)), struct), ids
+    )

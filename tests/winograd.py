@@ -1,9 +1,9 @@
 """A backend that computes 3x3 convolutions by Winograd transforms, in plain JAX, for tests.
 
-CPUs compute convolutions tap by tap; many GPUs do not, and there a masked tap leaks. `backend` runs
-a function as such a GPU would: every 3x3 convolution with step 1 is computed by F(2x2, 3x3), and
-every kernel gradient of one by the transpose of that (Lavin and Gray, 2015, arXiv:1509.09308). Apply
-it outside of differentiation: ``backend(jax.grad(f))``.
+CPUs compute convolutions tap by tap; many GPUs do not, and there a masked tap leaks. `backend`
+runs a function as such a GPU would: every 3x3 convolution with step 1 is computed by F(2x2, 3x3),
+and every kernel gradient of one by the transpose of that (Lavin and Gray, 2015, arXiv:1509.09308).
+Apply it outside of differentiation: ``backend(jax.grad(f))``.
 """
 
 import functools
@@ -103,7 +103,7 @@ def _is_jaxpr(value):
     return hasattr(value, "eqns")
 
 
-_CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+_CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"}
 
 
 def _run(jaxpr, consts, *arguments):

@@ -1,12 +1,12 @@
 """A masked convolution as one product, for masks without structure or known only at run time.
 
 The inputs that each result reads through the taps are laid side by side by slicing, and one
-matrix product takes them to the result. Nothing mixes taps, so a masked entry is a factor of zero and
-its share is exactly zero, in the result, in the input's gradient and in the kernel's.
+matrix product takes them to the result. Nothing mixes taps, so a masked entry is a factor of zero
+and its share is exactly zero, in the result, in the input's gradient and in the kernel's.
 
-A zero factor does not stop a NaN or an infinity. Where there are any, a second product *counts*, for
-each result, the non-finite entries that the mask lets act on it; only results that have one (the
-count is compared with a half, so rounding cannot matter) take the plain value, the others are
+A zero factor does not stop a NaN or an infinity. Where there are any, a second product *counts*,
+for each result, the non-finite entries that the mask lets act on it; only results that have one
+(the count is compared with a half, so rounding cannot matter) take the plain value, the others are
 computed without these entries. The gradients are built in the same way.
 """
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from perex._masks.geometry import crop, normalize, spans, uncrop
-from perex._masks.pieces import from_channels_last, grouped_product
+from perex._masks.products import from_channels_last, grouped_product
 from perex._masks.rectangles import Rectangle
 
 

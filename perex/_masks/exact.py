@@ -20,23 +20,25 @@ def exact_masks(fun: Callable[..., Any]) -> Callable[..., Any]:
     """Makes every masked convolution in a function exact.
 
     A kernel that is ``mask * weight`` or ``where(mask, weight, 0)``, in either order and through
-    casts, reshapes, broadcasts and transposes, has entries that cannot have any influence. Backends
-    that transform convolutions (Winograd) let them have some. Here only the pieces of the kernel that
-    the mask leaves are convolved with, so that masked entries influence neither the result nor any
-    gradient, even where the inputs that only they see, or the weights themselves, are NaN.
+    casts, reshapes, broadcasts and transposes, has entries that cannot have any influence.
+    Backends that transform convolutions (Winograd) let them have some. Here only the pieces of
+    the kernel that the mask leaves are convolved with, so that masked entries influence neither
+    the result nor any gradient, even where the inputs that only they see, or the weights
+    themselves, are NaN.
 
     A mask is known where it is computed from constants: literals, arrays that the function closes
-    over, and, outside of `jax.jit`, arguments that hold nothing but zeros and ones. A mask
-    is recognised at run time where it is, or was before a cast, boolean or integer, or where it passed
-    through `jax.lax.stop_gradient`. Its convolution becomes one matrix product over all taps:
-    as exact, but it takes the memory of the input once for each tap, saves no multiplications and
-    can be differentiated in reverse mode only.
+    over, and, outside of `jax.jit`, arguments that hold nothing but zeros and ones. A mask is
+    recognised at run time where it is, or was before a cast, boolean or integer, or where it
+    passed through `jax.lax.stop_gradient`. Its convolution becomes one matrix product over all
+    taps: as exact, but it takes the memory of the input once for each tap, saves no
+    multiplications and can be differentiated in reverse mode only. A known mask without structure
+    (more than 16 pieces) goes that way too.
 
-    Convolutions within ``jit``, ``scan``, ``while_loop``, ``cond`` and ``checkpoint`` are found too;
-    functions with custom derivatives, and ``shard_map``, are left as they are (apply `exact_masks`
-    inside). The transform goes outside or inside of ``jit``, ``vmap`` and ``grad``;
-    ``jax.grad(exact_masks(loss))`` makes all gradients exact, ``exact_masks(jax.grad(loss))`` those
-    with respect to inputs.
+    Convolutions within ``jit``, ``scan``, ``while_loop``, ``cond`` and ``checkpoint`` are found
+    too; functions with custom derivatives, and ``shard_map``, are left as they are (apply
+    `exact_masks` inside). The transform goes outside or inside of ``jit``, ``vmap`` and ``grad``;
+    ``jax.grad(exact_masks(loss))`` makes all gradients exact, ``exact_masks(jax.grad(loss))``
+    those with respect to inputs.
 
     Args:
       fun: the function; arguments that are not arrays are handed to it as they are.

@@ -83,10 +83,10 @@ class Knowledge:
     Args:
       program: the program.
       values: values of some of the inputs; only read where a kernel depends on them.
-      outer: for the body of a loop or a branch: the knowledge of the enclosing program, and for some
-        of the body's inputs the outer variable and whether a slice of it enters.
-      is_mask: whether an unknown variable that a kernel is multiplied with is a mask, and not, say,
-        a scale that is learnt.
+      outer: for the body of a loop or a branch: the knowledge of the enclosing program, and for
+        some of the body's inputs the outer variable and whether a slice of it enters.
+      is_mask: whether an unknown variable that a kernel is multiplied with is a mask, and not,
+        say, a scale that is learnt.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from perex._masks.geometry import Geometry, crop, normalize, spans, uncrop
+from perex._masks.products import from_channels_last, grouped_product
 from perex._masks.rectangles import Block, Rectangle
 
 Piece = tuple[Rectangle, Block]
@@ -26,8 +27,8 @@ def convolve_pieces(
     """Convolves with the pieces of a kernel, as if it were zero elsewhere.
 
     Only slices, pads, convolutions and products take part, so JAX differentiates it, in
-    either mode and to any order. An input that no piece reads gets a gradient of exactly zero, and so
-    does a kernel entry outside the pieces.
+    either mode and to any order. An input that no piece reads gets a gradient of exactly zero, and
+    so does a kernel entry outside the pieces.
 
     Args:
       x: the input, in the layout that ``params`` says.
@@ -104,30 +105,13 @@ def _one_tap(
     x: jax.Array, kernel: jax.Array, geometry: Geometry, groups: int, dtype: Any
 ) -> jax.Array:
     """Convolves with a single tap: a matrix product, which no backend can take for a transform."""
-    kernel = jnp.transpose(kernel, (*geometry.rhs_spec[2:], geometry.rhs_spec[1], geometry.rhs_spec[0]))
+    kernel = jnp.transpose(
+        kernel, (*geometry.rhs_spec[2:], geometry.rhs_spec[1], geometry.rhs_spec[0])
+    )
     kernel = kernel.reshape(kernel.shape[-2], groups, kernel.shape[-1] // groups)
     x = jnp.transpose(x, (geometry.lhs_spec[0], *geometry.lhs_spec[2:], geometry.lhs_spec[1]))
     y = grouped_product(x, kernel, geometry.options.get("precision"), dtype)
     return from_channels_last(y, geometry.out_spec)
-
-
-def grouped_product(x: jax.Array, kernel: jax.Array, precision: Any, dtype: Any) -> jax.Array:
-    """Returns ``[..., G * O]``, the products of ``[..., G * I]`` with ``[I, G, O]``."""
-    inputs, groups, _ = kernel.shape
-    if groups == 1:
-        dimensions = (((x.ndim - 1,), (0,)), ((), ()))
-        return lax.dot_general(x, kernel[:, 0], dimensions, precision, dtype)
-    x = x.reshape(*x.shape[:-1], groups, inputs)
-    dimensions = (((x.ndim - 1,), (0,)), ((x.ndim - 2,), (1,)))
-    y = lax.dot_general(x, kernel, dimensions, precision, dtype)
-    y = jnp.moveaxis(y, 0, -2)
-    return y.reshape(*y.shape[:-2], -1)
-
-
-def from_channels_last(y: jax.Array, out_spec: Sequence[int]) -> jax.Array:
-    """Brings ``[N, *S, C]`` into the layout of a convolution's result."""
-    order = (out_spec[0], *out_spec[2:], out_spec[1])
-    return jnp.transpose(y, tuple(np.argsort(order)))
 
 
 def take(x: jax.Array, axis: int, indices: Sequence[int]) -> jax.Array:

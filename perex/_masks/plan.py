@@ -41,9 +41,7 @@ class MaskPlan:
     taps: tuple[tuple[int, ...], ...]
     rectangle_count: int
 
-    def convolve(
-        self, x: jax.Array, kernel: jax.Array, mask: jax.Array | None = None
-    ) -> jax.Array:
+    def convolve(self, x: jax.Array, kernel: jax.Array, mask: jax.Array | None = None) -> jax.Array:
         """Returns the convolution; JAX may differentiate it with respect to either operand.
 
         Masked entries have no influence: their kernel gradient is exactly zero, and so is the
@@ -67,7 +65,7 @@ class MaskPlan:
         return convolve_entries(x, kernel, known, self.taps, self.params, out)
 
     def zero_masked(self, gradient: jax.Array) -> jax.Array:
-        """Sets the masked entries of a gradient ``[..., *kernel.shape]`` to zero, whatever they hold."""
+        """Sets the masked entries of a gradient ``[..., *kernel.shape]`` to zero, even NaN."""
         return gradient if self.mask is None else jnp.where(self.mask, gradient, 0)
 
     @property

@@ -1,6 +1,6 @@
 """From a mask to the few dense pieces of a kernel that it leaves.
 
-A mask says which entries of a convolution kernel may act. Here its kernel layout is ``[*K, G, I, O]``:
+A mask says which entries of a convolution kernel may act. Here its layout is ``[*K, G, I, O]``:
 the spatial taps ``K``, then for each of ``G`` groups ``I`` input and ``O`` output channels. What
 it leaves is cut into *pieces*, each the product of a rectangle of taps, a set of groups, a set of
 input channels and a set of output channels. Pieces are disjoint and cover exactly the entries that

@@ -51,7 +51,7 @@ def _split(array: jax.Array, chunk: int, steps: int) -> jax.Array:
     return array.reshape(chunk, steps, *array.shape[1:])
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, like: tuple[jax.Array, ...]) -> jax.Array:
+def varying_zeros(shape: tuple[int, ...], dtype: Any, like: tuple[jax.Array, ...]) -> jax.Array:
     """Zeros which vary over the manual mesh axes of `like`, as a loop's carry in shard_map must."""
     axes = frozenset[str]().union(*(manual_axes(jax.typeof(array)) for array in like))
     return vary_over(jnp.zeros(shape, dtype), axes)
@@ -83,7 +83,7 @@ def map_chunks(
         rows = function(*(lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for part in parts))
         return lax.dynamic_update_index_in_dim(result, rows, i, 1), None
 
-    start = _zeros((chunk, steps, *row.shape[1:]), row.dtype, arrays)
+    start = varying_zeros((chunk, steps, *row.shape[1:]), row.dtype, arrays)
     result, _ = lax.scan(step, start, jnp.arange(steps))
     result = result.reshape(chunk * steps, *row.shape[1:])
     return result if chunk * steps == batch else result[:batch]
@@ -115,5 +115,5 @@ def sum_chunks(
         rows = (lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for part in parts)
         return result + function(*rows), None
 
-    result, _ = lax.scan(step, _zeros(total.shape, total.dtype, arrays), jnp.arange(steps))
+    result, _ = lax.scan(step, varying_zeros(total.shape, total.dtype, arrays), jnp.arange(steps))
     return result

@@ -38,7 +38,7 @@ Run = Callable[..., jax.Array]
 _COPY = 1.0e10
 _FRESH = 4.0e9
 _CACHE = 3.0e10
-_REDUCE = 4.0e9
+_REDUCE = 1.0e10
 _LOOP = 2.0e-5
 
 # What the examples of a chunk may take together where there is no small cache to stay in.
@@ -237,8 +237,13 @@ def weighted_sum(
     conv: Convolution, x: jax.Array, cotangent: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """Weighted sum ``[*K, G, C, P]``: chunks of patches on a CPU, else one ordinary convolution."""
+    summing = unfold
+    if depthwise.covers(conv) is None:
+        batch = x.shape[0]
+        if depthwise_seconds(conv, batch) < unfold_seconds(conv, batch):
+            summing = depthwise
     return by_platform(
-        functools.partial(unfold.weighted_sum, conv),
+        functools.partial(summing.weighted_sum, conv),
         functools.partial(grouped.weighted_sum, conv),
         x,
         cotangent,

@@ -218,13 +218,27 @@ def pad_input(conv: Convolution, x: jax.Array) -> jax.Array:
     return lax.dynamic_update_slice(jnp.zeros(shape, x.dtype), x, start)
 
 
-def tap(conv: Convolution, padded: jax.Array, position: Sequence[int]) -> jax.Array:
-    """What the kernel position ``position`` reads: ``[b, N, *O, G, C]`` of the padded input."""
+def tap(
+    conv: Convolution, padded: jax.Array, position: Sequence[int], rows: int | None = None
+) -> jax.Array:
+    """What a kernel position reads of a padded input.
+
+    Args:
+      conv: the convolution.
+      padded: ``[b, N, *conv.padded, G, C]``, or only the part of the first spatial axis that ``rows``
+        outputs read.
+      position: index into the kernel, relative to that part.
+      rows: number of outputs along the first spatial axis, by default all.
+
+    Returns:
+      ``[b, N, *O, G, C]``, with ``rows`` in place of the first output size.
+    """
+    out = conv.out if rows is None else (rows, *conv.out[1:])
     start = [k * d for k, d in zip(position, conv.dilation, strict=True)]
-    stop = [
-        first + (o - 1) * s + 1 for first, o, s in zip(start, conv.out, conv.strides, strict=True)
-    ]
-    lead, tail = padded.shape[:2], padded.shape[-2:]
+    stop = [f + (o - 1) * s + 1 for f, o, s in zip(start, out, conv.strides, strict=True)]
     return lax.slice(
-        padded, (0, 0, *start, 0, 0), (*lead, *stop, *tail), (1, 1, *conv.strides, 1, 1)
+        padded,
+        (0, 0, *start, 0, 0),
+        (*padded.shape[:2], *stop, *padded.shape[-2:]),
+        (1, 1, *conv.strides, 1, 1),
     )

@@ -21,7 +21,7 @@ from jax import lax
 
 from perex._rules import outer_product
 from perex._rules.chunks import map_chunks
-from perex._rules.conv import unfold
+from perex._rules.conv import depthwise, unfold
 from perex._rules.conv.normal_form import Convolution
 from perex._rules.outer_product import divide, product_seconds, sum_squares, unit_scale
 
@@ -115,6 +115,8 @@ def scaled_norms(
 
 
 def _stream(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    if depthwise.covers(conv) is None and conv.groups > 1:
+        return sum_squares(depthwise.gradient(conv, x, cotangent))
     return sum_squares(unfold.product(conv, unfold.patches(conv, x), cotangent))
 
 

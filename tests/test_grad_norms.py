@@ -1,6 +1,6 @@
 """`perex.grad_norms`: equal to the norms of the loop, in range, differentiable, small.
 
-The norms of all losses of the tests are compared in `test_clipped_grad`, along with the sums.
+The norms of all losses of the tests are compared in `test_clipped_grad`, together with the sums.
 """
 
 import jax

@@ -34,7 +34,8 @@ class ScaledNorms(NamedTuple):
 
 def is_factored(leaf: Any) -> bool:
     """Say whether a leaf stands for an array by its methods."""
-    return hasattr(leaf, "square_norms") and hasattr(leaf, "weighted_sum")
+    # Its class is asked: a Flax NNX variable lends its instances the attributes of what it holds.
+    return hasattr(type(leaf), "square_norms") and hasattr(type(leaf), "weighted_sum")
 
 
 def at_least_float32(dtype: Any) -> np.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ import numpy as np
 import oracle
 
 import perex
+
+# What is compiled runs once: compile it quickly.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 # float64 on both sides; sums in another order differ in the last digits, and Gram norms cancel.
 TOLERANCE = 1e-9
@@ -23,12 +27,12 @@ def check(loss: Callable[..., Any], params: Any, *batch: Any, tolerance: float =
     The clip norm is the median of the norms, so that some examples are clipped and some are not.
     Call under float64, unless the tolerance says otherwise.
     """
-    _, _, expected = oracle.loop(jax.jit(loss))(params, *batch)
+    _, _, expected = oracle.loop(jax.jit(loss, compiler_options=QUICK))(params, *batch)
     leaves = jax.tree.leaves(expected)
     norms = np.sqrt(sum(np.sum(np.square(g, dtype=np.float64), axis=_rest(g)) for g in leaves))
     clip = float(np.median(norms))
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=QUICK)
     def modes(params: Any, *batch: Any) -> Any:
         factored = perex.grad(loss, factored=True)(params, *batch)
         gradients = jax.tree.map(jnp.asarray, factored, is_leaf=_is_factored)

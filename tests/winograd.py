@@ -138,11 +138,11 @@ def _run(jaxpr, consts, *arguments):
 def backend(fun):
     """Returns ``fun``, jitted, as a backend with Winograd convolutions computes it."""
 
+    @jax.jit
     @functools.wraps(fun)
     def wrapped(*args):
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        run = jax.jit(functools.partial(_run, closed.jaxpr, closed.consts))
-        results = run(*jax.tree.leaves(args))
+        results = _run(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return wrapped

@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from perex import _compat, _regions
-from perex._masks.find import Found, Knowledge, bind
+from perex._masks.find import Found, Knowledge
 from perex._trace import Equation, Program, flatten, trace
 
 _P = _compat.primitives
@@ -29,7 +30,9 @@ def exact_masks(fun: Callable[..., Any]) -> Callable[..., Any]:
     A mask is known where it is computed from constants: literals, arrays that the function closes
     over, and, outside of `jax.jit`, arguments that hold nothing but zeros and ones. A mask is
     recognised at run time where it is, or was before a cast, boolean or integer, or where it
-    passed through `jax.lax.stop_gradient`. Its convolution becomes one matrix product over all
+    passed through `jax.lax.stop_gradient`; a float array that `jax.jit` passes in, like the mask in
+    the state of a whole Flax NNX module, is not: close over it (``nnx.split(model, nnx.Param,
+    ...)``) or mark it in one of these ways. Its convolution becomes one matrix product over all
     taps: as exact, but it takes the memory of the input once for each tap, saves no
     multiplications and can be differentiated in reverse mode only. A known mask without structure
     (more than 16 pieces) goes that way too.
@@ -81,7 +84,7 @@ def exact_masks(fun: Callable[..., Any]) -> Callable[..., Any]:
         values = {
             variable: array
             for variable, array in zip(traced.program.inputs, arrays, strict=True)
-            if not isinstance(array, jax.core.Tracer)
+            if not isinstance(array, Tracer)
         }
         knowledge = Knowledge(traced.program, values)
         return jax.tree.unflatten(traced.out_tree, _run(knowledge, arrays))
@@ -102,7 +105,7 @@ def _run(knowledge: Knowledge, inputs: Sequence[Any]) -> list[Any]:
         elif any(_holds_convolution(body) for body in _compat.inner_jaxprs(equation.params)):
             results = _region(knowledge, equation, operands)
         else:
-            results = bind(equation, operands)
+            results = equation.bind(operands)
         environment.update(zip(equation.outputs, results, strict=True))
     return [environment[v] for v in program.outputs]
 
@@ -128,7 +131,7 @@ def _region(knowledge: Knowledge, equation: Equation, operands: Sequence[Any]) -
             return _while(knowledge, equation, operands)
     form = _regions.form_of(equation)
     if form is None:
-        return bind(equation, operands)
+        return equation.bind(operands)
     bodies = [_enter(knowledge, equation, body) for body in form.bodies]
     with _compat.equation_scope(equation.source):
         if form.kind == "scan":

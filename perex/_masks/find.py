@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from perex import _compat
 from perex._compat import primitives as p
 from perex._masks.plan import MaskPlan, plan_at_run_time, plan_known
 from perex._trace import Equation, Program
@@ -160,7 +160,7 @@ class Knowledge:
         if value is None and self._outer is not None and variable in self._outer[1]:
             knowledge, (outer, sliced) = self._outer[0], self._outer[1][variable]
             value = None if sliced else knowledge.value(outer)
-        return None if isinstance(value, jax.core.Tracer) else value
+        return None if isinstance(value, Tracer) else value
 
     def _fold(self, variable: int) -> Any | None:
         needed, equations, numbers = {variable}, [], 0
@@ -178,7 +178,7 @@ class Knowledge:
             return None
         with jax.ensure_compile_time_eval():
             for equation in reversed(equations):
-                results = bind(equation, [environment[v] for v in equation.inputs])
+                results = equation.bind([environment[v] for v in equation.inputs])
                 environment.update(zip(equation.outputs, results, strict=True))
         return environment[variable]
 
@@ -274,14 +274,6 @@ class Knowledge:
             if equation.primitive not in _KEEPS_MASK and equation.primitive not in _LAYOUT:
                 return False
             variable = equation.inputs[0]
-
-
-def bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """Binds an equation again, in the context in which it was written."""
-    params = equation.primitive.get_bind_params(equation.params)
-    with _compat.equation_scope(equation.source):
-        results = equation.primitive.bind(*operands, **params)
-    return results if equation.primitive.multiple_results else [results]
 
 
 def _rearrange(equation: Equation, *zeros: np.ndarray) -> np.ndarray:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from perex._compat import primitives
 from perex._masks.entries import convolve_entries
@@ -147,7 +148,7 @@ def masked_convolution(
     """
     jaxpr = jax.make_jaxpr(functools.partial(lax.conv_general_dilated, **params))(x, kernel)
     (equation,) = jaxpr.eqns
-    if isinstance(mask, jax.core.Tracer):
+    if isinstance(mask, Tracer):
         return plan_at_run_time(kernel.shape, equation.params).convolve(x, kernel, mask != 0)
     return plan_known(np.asarray(mask), equation.params).convolve(x, kernel)
 

@@ -41,7 +41,7 @@ _INLINED_CALLS = (primitives.jit_p, primitives.closed_call_p)
 
 def split_closed_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Returns the open jaxpr and its constants, for closed and for open jaxprs alike."""
-    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+    if isinstance(jaxpr, jex_core.ClosedJaxpr):  # pyright: ignore[reportPrivateImportUsage]
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
 

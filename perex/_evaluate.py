@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from perex import _compat, _control_flow
 from perex._rules import Site, find_rule, per_example
 from perex._steps import PARAM, Apply, Plan, Prepare, SiteUse, Tap
-from perex._trace import Equation
 
 
 class Factors(NamedTuple):
@@ -100,10 +99,10 @@ def evaluate(
         equation = step.equation
         if isinstance(step, Prepare):
             if step.plain:
-                results = bind(equation, [environment[v] for v in equation.inputs])
+                results = equation.bind([environment[v] for v in equation.inputs])
                 environment.update(zip(equation.outputs, results, strict=True))
             if step.differentiable:
-                results = bind(equation, list(map(read, equation.inputs)))
+                results = equation.bind(list(map(read, equation.inputs)))
                 differentiated.update(zip(equation.outputs, results, strict=True))
             continue
         if isinstance(step, Apply):
@@ -112,11 +111,15 @@ def evaluate(
                 with _compat.equation_scope(equation.source):
                     results = [kept_apart(step.apart, *operands)]
             elif step.found is None:
-                results = bind(equation, operands)
+                results = equation.bind(operands)
             else:
                 mask = step.found.mask
                 with _compat.equation_scope(equation.source):
-                    results = [step.found.apply(*operands, mask and environment[mask.variable])]
+                    results = [
+                        step.found.apply(
+                            *operands, None if mask is None else environment[mask.variable]
+                        )
+                    ]
         elif isinstance(step, Tap):
             operands = [environment[v] for v in equation.inputs]
             with _compat.equation_scope(equation.source):
@@ -131,15 +134,6 @@ def evaluate(
         differentiated[v] if plan.dependence[v] == PARAM and v in differentiated else environment[v]
         for v in plan.program.outputs
     ]
-
-
-def bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """Binds an equation again, in the context in which it was written."""
-    primitive = equation.primitive
-    params = primitive.get_bind_params(equation.params)
-    with _compat.equation_scope(equation.source):
-        results = primitive.bind(*operands, **params)
-    return results if primitive.multiple_results else [results]
 
 
 def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Factors) -> Any:

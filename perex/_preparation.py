@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from perex import _compat
-from perex._evaluate import bind
 from perex._rules.registry import same_params
 from perex._steps import PARAM, Plan, Region, SiteUse, preparation
 from perex._trace import Equation
@@ -64,7 +63,7 @@ def _compute(plan: Plan, variables: tuple[int, ...], values: Mapping[int, Any]) 
     for variable in variables:
         for equation in plan.preparation(variable)[0]:
             if equation.outputs[0] not in environment:
-                results = bind(equation, [environment[v] for v in equation.inputs])
+                results = equation.bind([environment[v] for v in equation.inputs])
                 environment.update(zip(equation.outputs, results, strict=True))
     return [environment[v] for v in variables]
 

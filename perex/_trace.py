@@ -35,6 +35,13 @@ class Equation:
     params: dict[str, Any]
     source: Any
 
+    def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Returns the results of the operation, in the context in which it was written."""
+        params = self.primitive.get_bind_params(self.params)
+        with _compat.equation_scope(self.source):
+            results = self.primitive.bind(*operands, **params)
+        return results if self.primitive.multiple_results else [results]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -127,7 +134,7 @@ class Traced:
     """
 
     program: Program
-    out_tree: jax.tree_util.PyTreeDef
+    out_tree: Any
     out_avals: tuple[Any, ...]
 
 

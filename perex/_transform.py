@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from perex import _compat, _evaluate, _plan, _trace
+from perex._batch_statistics import unbound_axes_explained, warn_of_batch_statistics
 from perex._masks import Knowledge
 from perex._per_example import PerExample
 from perex._preparation import Preparation
@@ -155,7 +157,8 @@ def _over_examples(
 
 def plan_for(problem: Problem, leaves: Sequence[Any]) -> tuple[Plan, Any]:
     """Traces the loss for one example's leaves and plans it."""
-    traced = _trace.trace(problem.fun, leaves, problem.treedef)
+    with unbound_axes_explained(problem.name):
+        traced = _trace.trace(problem.fun, leaves, problem.treedef)
     _check_result(problem, traced)
     program = traced.program
     bits = [
@@ -169,9 +172,7 @@ def plan_for(problem: Problem, leaves: Sequence[Any]) -> tuple[Plan, Any]:
     given = {
         v: x
         for v, x, value in zip(program.inputs, leaves, bits, strict=True)
-        if not value
-        and isinstance(x, jax.Array | np.ndarray)
-        and not isinstance(x, jax.core.Tracer)
+        if not value and isinstance(x, jax.Array | np.ndarray) and not isinstance(x, Tracer)
     }
     plan = _plan.make_plan(
         program,
@@ -193,6 +194,7 @@ def _check_result(problem: Problem, traced: _trace.Traced) -> None:
                 f"{problem.name}: with has_aux=True the loss must return a pair (value, aux) with "
                 f"a scalar value, but it returned the structure {traced.out_tree}."
             )
+        warn_of_batch_statistics(problem.name, children[1])
     elif traced.out_tree.num_leaves != 1 or children:
         raise TypeError(
             f"{problem.name}: the loss of one example must return a scalar, but it returned the "

@@ -15,7 +15,15 @@ from perex._rules.registry import (
     weighted_sum,
 )
 
-__all__ = ["Rule", "Site", "check_options", "find_rule", "per_example", "register_rule", "weighted_sum"]
+__all__ = [
+    "Rule",
+    "Site",
+    "check_options",
+    "find_rule",
+    "per_example",
+    "register_rule",
+    "weighted_sum",
+]
 
 register_rule(primitives.conv_general_dilated_p, ConvRule())
 register_rule(primitives.dot_general_p, DotGeneralRule())

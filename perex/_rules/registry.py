@@ -172,7 +172,8 @@ def register_rule(primitive: Any, rule: Any) -> None:
                 "perex.register_rule: rule must be a function (site, inputs, cotangent) -> "
                 f"[B, *parameter.shape] or an object with a method per_example, got {rule!r}."
             )
-        rule = _Function(rule)
+        function: Any = rule
+        rule = _Function(function)
     _RULES[primitive] = rule
 
 

@@ -113,13 +113,11 @@ def evaluate(
             elif step.found is None:
                 results = equation.bind(operands)
             else:
-                mask = step.found.mask
+                x, kernel = operands
+                found = step.found.mask
+                mask = None if found is None else environment[found.variable]
                 with _compat.equation_scope(equation.source):
-                    results = [
-                        step.found.apply(
-                            *operands, None if mask is None else environment[mask.variable]
-                        )
-                    ]
+                    results = [step.found.apply(x, kernel, mask)]
         elif isinstance(step, Tap):
             operands = [environment[v] for v in equation.inputs]
             with _compat.equation_scope(equation.source):

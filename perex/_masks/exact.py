@@ -112,7 +112,7 @@ def _run(knowledge: Knowledge, inputs: Sequence[Any]) -> list[Any]:
 
 def _convolve(found: Found, equation: Equation, operands: Sequence[Any], mask: Any) -> Any:
     with _compat.equation_scope(equation.source):
-        return found.apply(*operands, mask)
+        return found.apply(operands[0], operands[1], mask)
 
 
 def _holds_convolution(jaxpr: Any) -> bool:

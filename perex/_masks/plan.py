@@ -69,6 +69,16 @@ class MaskPlan:
         """Sets the masked entries of a gradient ``[..., *kernel.shape]`` to zero, even NaN."""
         return gradient if self.mask is None else jnp.where(self.mask, gradient, 0)
 
+    def _key(self) -> tuple[Any, ...]:
+        mask = None if self.mask is None else (self.mask.shape, self.mask.tobytes())
+        return mask, tuple(sorted((name, str(value)) for name, value in self.params.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MaskPlan) and (self is other or self._key() == other._key())
+
+    def __hash__(self) -> int:
+        return hash((self.rectangle_count, self.taps))
+
     @property
     def share(self) -> float:
         """The share of the kernel's multiplications that is still computed."""

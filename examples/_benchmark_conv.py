@@ -13,6 +13,7 @@ from functools import partial
 import _benchmark_layers as layers
 import jax
 import jax.numpy as jnp
+import numpy as np
 from _benchmark_report import (
     Column,
     Options,
@@ -63,10 +64,10 @@ def _facts(layer: layers.Layer, batch_size: int, dtype: jnp.dtype) -> dict[str, 
 
 
 def _contestants(layer: layers.Layer, batch_size: int, dtype: jnp.dtype) -> list[Contestant]:
-    keys = jax.random.split(jax.random.key(0), 3)
-    kernel = jax.random.normal(keys[0], layer.kernel_shape, dtype)
-    images = jax.random.normal(keys[1], (batch_size, *layer.input_shape), dtype)
-    cotangents = jax.random.normal(keys[2], (batch_size, *layer.out_shape), dtype)
+    rng = np.random.default_rng(0)
+    kernel = jnp.asarray(rng.standard_normal(layer.kernel_shape), dtype)
+    images = jnp.asarray(rng.standard_normal((batch_size, *layer.input_shape)), dtype)
+    cotangents = jnp.asarray(rng.standard_normal((batch_size, *layer.out_shape)), dtype)
 
     def loss(kernel: jax.Array, image: jax.Array, cotangent: jax.Array) -> jax.Array:
         return jnp.vdot(layer.apply(kernel, image[None])[0], cotangent)

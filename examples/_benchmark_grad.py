@@ -29,9 +29,9 @@ _ORDINARY, _VMAP, _AUTO = "ordinary", "vmap(grad)", "auto"
 # These cover every convolution, so a whole model can be run with each.
 _ALGORITHMS = ("grouped", "unfold", "taps")
 ENTRIES = (
-    models.Entry("mnist_cnn", "mnist_cnn", 128, sample=64),
-    models.Entry("cifar_cnn", "cifar_cnn", 64),
-    models.Entry("resnet18 width 16", "resnet18", 32, {"width": 16}, sample=4),
+    models.Entry("mnist_cnn", "mnist_cnn", 128, sample=32),
+    models.Entry("cifar_cnn", "cifar_cnn", 64, sample=8),
+    models.Entry("resnet18 width 16", "resnet18", 32, {"width": 16}),
     models.Entry("resnet18 width 64", "resnet18", 32, {"width": 64}),
 )
 

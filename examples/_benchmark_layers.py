@@ -149,17 +149,15 @@ LAYERS: tuple[Layer, ...] = (
 
 # A few of each kind, for a run of a minute.
 SAMPLE: tuple[str, ...] = (
-    "resnet 64-64 k3 @32",
-    "resnet 128-256 k3 s2 @16",
-    "resnet 512-512 k3 @4",
+    "resnet 128-128 k3 @16",
+    "resnet 256-512 k3 s2 @8",
     "wrn 16-64 k1 @32",
     "mnist 1-16 k8 s2 @28",
-    "depthwise 192 k7 @16",
+    "depthwise 256 k3 @8",
     "line 64-64 k5 @1000",
-    "transposed 64-32 k2 @16",
     "tiny 8-16 k2 @4",
 )
-SAMPLE_BATCH_SIZE = 16
+SAMPLE_BATCH_SIZE = 8
 
 
 def select(patterns: Sequence[str], full: bool) -> list[Layer]:

@@ -104,13 +104,12 @@ def _tasks(options: Options) -> Iterator[Task]:
 
 
 def _contestants(layer: Masked, batch_size: int, dtype: jnp.dtype) -> list[Contestant]:
-    keys = jax.random.split(jax.random.key(0), 3)
+    rng = np.random.default_rng(0)
     shape = (batch_size, layer.size, layer.size, layer.channels)
-    kernel = jax.random.normal(
-        keys[0], (layer.kernel, layer.kernel, layer.channels, layer.channels), dtype
-    )
-    images = jax.random.normal(keys[1], shape, dtype)
-    cotangents = jax.random.normal(keys[2], shape, dtype)
+    kernel_shape = (layer.kernel, layer.kernel, layer.channels, layer.channels)
+    kernel = jnp.asarray(rng.standard_normal(kernel_shape), dtype)
+    images = jnp.asarray(rng.standard_normal(shape), dtype)
+    cotangents = jnp.asarray(rng.standard_normal(shape), dtype)
     mask = layer.mask(layer).astype(dtype)
 
     def convolve(kernel: jax.Array, images: jax.Array) -> jax.Array:

@@ -81,11 +81,8 @@ def build(entry: Entry, batch_size: int, dtype: Any) -> Problem:
     """
     builder = models.BUILDERS[entry.builder]
     loss, params, batch = builder(batch_size, jax.random.key(0), dtype=dtype, **entry.sizes)
-    gradient = jax.jit(jax.grad(loss))
-    norms = [
-        float(norm(gradient(params, *(array[i] for array in batch))))
-        for i in {0, min(1, batch_size - 1)}
-    ]
+    norm_of = jax.jit(lambda *example: norm(jax.grad(loss)(params, *example)))
+    norms = [float(norm_of(*(array[i] for array in batch))) for i in {0, min(1, batch_size - 1)}]
     return Problem(loss, params, batch, sum(norms) / len(norms))
 
 

@@ -43,8 +43,8 @@ _ORDINARY, _OWN, _CLIPPED, _CHAIN = "ordinary", "own rules", "clipped_grad", "dp
 _VMAP, _VMAP_CLIP, _JAX_PRIVACY = "vmap(grad)", "vmap + clip", "jax_privacy"
 
 CLIPPED_ENTRIES = (
-    Entry("mnist_cnn", "mnist_cnn", 128, sample=128),
-    Entry("cifar_cnn", "cifar_cnn", 64, sample=16),
+    Entry("mnist_cnn", "mnist_cnn", 128, sample=32),
+    Entry("cifar_cnn", "cifar_cnn", 64),
     Entry("dense 784-512-512-10", "dense", 256, sample=64),
     Entry("resnet18 width 16", "resnet18", 32, {"width": 16}),
     Entry("resnet18 width 64, small batch", "resnet18", 16, {"width": 64}),
@@ -68,7 +68,7 @@ MODELS_ENTRIES = (
     Entry("mobilenet_v2", "mobilenet_v2", 32),
     Entry("unet", "unet", 32),
     Entry("pixelcnn", "pixelcnn", 32),
-    Entry("moe", "moe", 16, sample=4),
+    Entry("moe", "moe", 16),
     Entry("lora", "lora", 16),
     Entry("vit", "vit", 32),
     Entry("wrn16_4", "wrn16_4", 32),

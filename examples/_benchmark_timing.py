@@ -16,10 +16,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 # A round calls a fast contestant several times, for about this long, as clocks are coarse.
 _SECONDS_A_ROUND = 2e-3
 _MOST_ROUNDS = 200
+# So many rounds are run however long they take.
+_LEAST_ROUNDS = 3
 
 
 def _same(result: Any) -> Any:
@@ -34,8 +37,8 @@ class Contestant:
       name: a name, unique within a comparison.
       fun: a function that can be compiled.
       args: its arguments.
-      views: what to compare: label -> function of the result. Contestants with a label in common
-        must agree in it, up to rounding.
+      views: what to compare: label -> function of the result, as numpy arrays. Contestants with a
+        label in common must agree in it, up to rounding.
     """
 
     name: str
@@ -53,12 +56,14 @@ class Settings:
     Attributes:
       repeats: rounds, at least.
       min_time: seconds to measure each contestant for, at least (unless that takes 200 rounds).
+      max_time: seconds after which, for the slowest contestant, three rounds are enough.
       tolerance: how far two results may differ, relative to their norm.
       memory_limit: bytes of temporaries and results beyond which a contestant does not run.
     """
 
     repeats: int = 5
     min_time: float = 0.2
+    max_time: float = math.inf
     tolerance: float = 2e-3
     memory_limit: float = math.inf
 
@@ -113,7 +118,8 @@ def measure(contestants: Sequence[Contestant], settings: Settings) -> dict[str, 
     measurements = {contestant.name: Measurement() for contestant in contestants}
     if len(measurements) != len(contestants):
         raise ValueError(f"two contestants have one name: {[c.name for c in contestants]}")
-    _warm_compiler()
+    if contestants:
+        _warm_up(contestants[0])
     ready: dict[str, Callable[[], Any]] = {}
     for contestant in contestants:
         measurement = measurements[contestant.name]
@@ -130,16 +136,25 @@ def measure(contestants: Sequence[Contestant], settings: Settings) -> dict[str, 
     return measurements
 
 
-def _warm_compiler() -> None:
-    """Compiles something, so that the first contestant does not pay for the compiler's start."""
+def _warm_up(contestant: Contestant) -> None:
+    """Traces a contestant and compiles something.
+
+    So none pays for what only the first pays for: the start of the compiler, and the traces of
+    `jax.numpy`'s functions, which JAX keeps.
+    """
+    jax.jit(_fresh(contestant.fun)).lower(*contestant.args)
     jax.jit(jnp.sin).lower(0.0).compile()
 
 
+def _fresh(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function, so that JAX does not know it and traces it again."""
+    return lambda *args: fun(*args)
+
+
 def _compile(contestant: Contestant, measurement: Measurement) -> Any:
-    """Compiles a contestant from scratch and notes what that took and what it will take."""
-    jax.clear_caches()  # what an earlier contestant traced must not be found again
+    """Compiles a contestant and notes what that took and what it will take."""
     start = time.perf_counter()
-    compiled = jax.jit(contestant.fun).lower(*contestant.args).compile()
+    compiled = jax.jit(_fresh(contestant.fun)).lower(*contestant.args).compile()
     measurement.compile_seconds = time.perf_counter() - start
     analysis = compiled.memory_analysis()
     if analysis is not None:
@@ -161,7 +176,8 @@ def _compare(
     """Runs each contestant once and compares its views with those of the first that has them."""
     references: dict[str, tuple[str, Any]] = {}
     for contestant in contestants:
-        result = ready[contestant.name]()
+        # On the host, where views and norms compile nothing.
+        result = jax.tree.map(np.asarray, ready[contestant.name]())
         for label, view in contestant.views.items():
             seen = view(result)
             name, reference = references.setdefault(label, (contestant.name, seen))
@@ -187,21 +203,25 @@ def difference(tree: Any, reference: Any) -> float:
     """
     leaves, treedef = jax.tree.flatten(tree)
     expected, expected_treedef = jax.tree.flatten(reference)
-    shapes = [jnp.shape(x) for x in leaves] == [jnp.shape(x) for x in expected]
+    shapes = [np.shape(x) for x in leaves] == [np.shape(x) for x in expected]
     if treedef != expected_treedef or not shapes:
         return math.inf
     norms = [_norm(x) for x in expected]
     floor = max(math.hypot(*norms) / 100, 1e-30)
     errors = [
-        _norm(jnp.asarray(x) - jnp.asarray(y)) / max(norm, floor)
+        _norm(_at_least_float32(x) - _at_least_float32(y)) / max(norm, floor)
         for x, y, norm in zip(leaves, expected, norms, strict=True)
     ]
     return math.nan if any(map(math.isnan, [*errors, *norms])) else max(errors, default=0.0)
 
 
 def _norm(x: Any) -> float:
-    x = jnp.asarray(x)
-    return float(jnp.linalg.norm(x.astype(jnp.promote_types(x.dtype, jnp.float32)).ravel()))
+    return float(np.linalg.norm(_at_least_float32(x).ravel()))
+
+
+def _at_least_float32(x: Any) -> np.ndarray:
+    x = np.asarray(x)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32), copy=False)
 
 
 def _alternate(
@@ -217,6 +237,8 @@ def _alternate(
     spent = dict.fromkeys(names, 0.0)
     for number in range(_MOST_ROUNDS if names else 0):
         if number >= settings.repeats and min(spent.values()) >= settings.min_time:
+            break
+        if number >= _LEAST_ROUNDS and max(spent.values()) >= settings.max_time:
             break
         turn = number % len(names)
         for name in (*names[turn:], *names[:turn]):

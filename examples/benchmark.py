@@ -61,6 +61,9 @@ _REPEATS = flags.DEFINE_integer("repeats", 5, "Rounds to run, at least.", lower_
 _MIN_TIME = flags.DEFINE_float(
     "min_time", 0.2, "Seconds to run each contestant for, at least.", lower_bound=0
 )
+_MAX_TIME = flags.DEFINE_float(
+    "max_time", 10, "Once a contestant took so many seconds, three rounds do.", lower_bound=0
+)
 _DTYPE = flags.DEFINE_enum("dtype", "float32", list(TOLERANCES), "Type of parameters and inputs.")
 _PRECISION = flags.DEFINE_enum(
     "precision", None, ["default", "high", "highest"], "Of matrix products and convolutions."
@@ -82,7 +85,13 @@ def main(argv: Sequence[str]) -> None:
     if jax.default_backend() != "cpu" and _PRECISION.value != "highest":
         tolerance = max(tolerance, _SHORT_PRODUCTS)
     options = report.Options(
-        Settings(_REPEATS.value, _MIN_TIME.value, tolerance, _MEMORY_LIMIT.value * 2**30),
+        Settings(
+            _REPEATS.value,
+            _MIN_TIME.value,
+            _MAX_TIME.value,
+            tolerance,
+            _MEMORY_LIMIT.value * 2**30,
+        ),
         _FULL.value,
         _LAYERS.value,
         _MODELS.value,

@@ -107,7 +107,12 @@ class TestTiming:
         times = timing._alternate(runners, Settings(repeats=3, min_time=0))
         assert times == {"a": [1.0] * 3, "b": [2.0] * 3}
         assert "".join(order) == "aabb" + "abbaab"  # each warms up and is sized, then three rounds
-        assert len(timing._alternate(runners, Settings(repeats=3, min_time=5))["b"]) == 5
+        longer = Settings(repeats=3, min_time=5)
+        assert len(timing._alternate(runners, longer)["b"]) == 5
+        slow = Settings(repeats=9, min_time=0, max_time=8)
+        assert len(timing._alternate(runners, slow)["b"]) == 4
+        slow = Settings(repeats=9, min_time=0, max_time=0)
+        assert len(timing._alternate(runners, slow)["b"]) == 3
 
     def test_calls_a_fast_contestant_several_times(self, monkeypatch):
         clock = [0.0]

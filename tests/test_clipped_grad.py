@@ -40,7 +40,8 @@ def test_equals_the_loop(loss, x64, factors_everywhere):
     values, aux, gradients = loop(fun, loss.argnums, loss.has_aux, loss.axes())(
         *args, **loss.kwargs
     )
-    clip = float(np.median(total(norms_of(gradients))))
+    # Just below the norm of one example, so that some are clipped and none is on the edge.
+    clip = 0.99 * float(np.median(total(norms_of(gradients))))
     clipped = perex.clipped_grad(loss.fun, clip, **loss.differentiate, in_axes=loss.in_axes)
     actual, stats = jax.jit(lambda *args: clipped(*args, **loss.kwargs))(*args)
     expected, norms = clipped_by_hand(gradients, clip)
@@ -93,12 +94,13 @@ def first_part(path):
     return path.split("/")[0]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7, 100])
-@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize(
+    "size, factored", [(1, False), (2, True), (3, False), (4, True), (7, False), (100, True)]
+)
 def test_microbatches_change_rounding_only(size, factored, request):
     if factored:
         request.getfixturevalue("factors_everywhere")
-    whole = perex.clipped_grad(two_layers, CLIP, has_aux=True)(PARAMS, XS)
+    whole = jax.jit(perex.clipped_grad(two_layers, CLIP, has_aux=True))(PARAMS, XS)
     parts = perex.clipped_grad(two_layers, CLIP, has_aux=True, microbatch_size=size)
     assert_trees_close(jax.jit(parts)(PARAMS, XS), whole, rtol=1e-5, atol=1e-6)
 
@@ -112,8 +114,8 @@ def test_microbatches_of_keys_and_of_other_axes():
     keys = jax.random.split(jax.random.key(1), 7)
     options = {"in_axes": (None, 0, 1)}
     args = (PARAMS["first"]["w"], keys, XS[:, 0].T)
-    whole = perex.clipped_grad(noisy, CLIP, **options)(*args)
-    parts = perex.clipped_grad(noisy, CLIP, **options, microbatch_size=2)(*args)
+    whole = jax.jit(perex.clipped_grad(noisy, CLIP, **options))(*args)
+    parts = jax.jit(perex.clipped_grad(noisy, CLIP, **options, microbatch_size=2))(*args)
     assert_trees_close(parts, whole, rtol=1e-5, atol=1e-6)
 
 
@@ -128,8 +130,7 @@ def test_memory_is_that_of_a_microbatch():
     assert temporaries(4) < temporaries(None) / 3 + x.nbytes
 
 
-@pytest.mark.parametrize("size", [None, 3])
-@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("size, factored", [(None, False), (None, True), (3, True)])
 def test_padding_changes_no_bit(size, factored, request):
     if factored:
         request.getfixturevalue("factors_everywhere")
@@ -157,11 +158,15 @@ def test_a_nonfinite_example_contributes_nothing_and_is_counted(case):
     x = x if x.dtype.kind == "i" else np.float32(x)
     clipped = jax.jit(perex.clipped_grad(lambda w, x, factor: factor * fun(w, x), CLIP))
     expected, _ = clipped(np.float32(w), x, np.float32([1, 0, 1]))
+    sums = []
     for bad in (np.nan, np.inf):
         actual, stats = clipped(np.float32(w), x, np.float32([1, bad, 1]))
         assert stats.num_nonfinite == 1
         assert not np.isfinite(stats.norms[1])
-        np.testing.assert_array_equal(actual, expected)
+        sums.append(actual)
+    np.testing.assert_array_equal(*sums)
+    # An example of norm zero has weight one, which may round in another order.
+    assert_trees_close(sums[0], expected, rtol=1e-5, atol=1e-6)
 
 
 @EACH
@@ -226,9 +231,9 @@ def test_bfloat16_sums_are_float32(x64, factors_everywhere):
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
     xs = jnp.asarray(XS, jnp.bfloat16)
     fun = lambda params, x: two_layers(params, x)[0]  # noqa: E731
-    actual, stats = perex.clipped_grad(fun, CLIP)(params, xs)
+    actual, stats = jax.jit(perex.clipped_grad(fun, CLIP))(params, xs)
     assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {jnp.dtype("float32")}
-    expected, norms = clipped_by_hand(loop(fun)(*to_float64((params, xs)))[2], CLIP)
+    expected, norms = clipped_by_hand(loop(jax.jit(fun))(*to_float64((params, xs)))[2], CLIP)
     np.testing.assert_allclose(stats.norms, norms, rtol=0.05)
     assert_trees_close(actual, expected, rtol=0.05, atol=0.05)
 
@@ -240,7 +245,7 @@ def test_a_sum_through_a_cast_is_not_rounded_to_the_short_type(factors_everywher
     def cast(w, x):
         return jnp.sum((x @ w.astype(jnp.bfloat16)).astype(jnp.float32))
 
-    actual, _ = perex.clipped_grad(cast, float("inf"))(w, x)
+    actual, _ = jax.jit(perex.clipped_grad(cast, float("inf")))(w, x)
     expected = np.broadcast_to(np.float64(x).sum((0, 1))[:, None], w.shape)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
@@ -248,7 +253,7 @@ def test_a_sum_through_a_cast_is_not_rounded_to_the_short_type(factors_everywher
 @pytest.mark.parametrize("count", [0, 1])
 def test_small_batches(count):
     clipped = perex.clipped_grad(two_layers, CLIP, has_aux=True, microbatch_size=2)
-    total_, stats = clipped(PARAMS, XS[:count])
+    total_, stats = jax.jit(clipped)(PARAMS, XS[:count])
     expected, _ = clipped_by_hand(perex.grad(two_layers, has_aux=True)(PARAMS, XS[:count])[0], CLIP)
     assert_trees_close(total_, expected, rtol=1e-5, atol=1e-6)
     assert stats.values.shape == stats.norms.shape == stats.aux["mean"].shape == (count,)
@@ -269,7 +274,7 @@ def test_keyword_arguments_are_shared_and_the_batch_axis_may_be_kept():
 
 @pytest.mark.parametrize("size", [None, 2])
 def test_batch_sharded_over_devices(size):
-    mesh = jax.make_mesh((2,), ("data",))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.NamedSharding(mesh, jax.P("data"))
     xs = jax.device_put(np.concatenate([XS, XS[:1]]), sharded)
     clipped = perex.clipped_grad(two_layers, CLIP, has_aux=True, microbatch_size=size)

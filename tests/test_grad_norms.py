@@ -17,7 +17,7 @@ import perex
 def norms_of(gradients):
     """Return the norms of stacked gradients, leaf by leaf, on the host."""
     return jax.tree.map(
-        lambda g: np.sqrt(np.sum(np.square(np.asarray(g, np.float64)), tuple(range(1, g.ndim)))),
+        lambda g: np.sqrt(np.sum(np.square(np.float64(np.abs(g))), tuple(range(1, g.ndim)))),
         gradients,
     )
 

@@ -1,7 +1,8 @@
 """Convolutions to test with, two oracles for their kernel gradients, and a way to draw more.
 
-`loop` is the oracle of record: `jax.grad` of one example after the other in float64. `numpy_gradient`
-shares nothing with JAX; it decides where JAX itself is in doubt (negative padding).
+`loop` is the oracle of record: `jax.grad` of one example after the other in float64.
+`numpy_gradient` shares nothing with JAX; it decides where JAX itself is in doubt (negative
+padding).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Case:
         return tuple(self._each(v) for v in (self.stride, self.dilation, self.interior))
 
     def pads(self) -> tuple[tuple[int, int], ...]:
-        """Padding as pairs; SAME splits so that the high (or, for SAME_LOWER, low) side gets more."""
+        """Padding as pairs; uneven SAME gives the high side more, SAME_LOWER the low side."""
         if not isinstance(self.padding, str):
             each = self._each(self.padding)
             return tuple((p, p) if isinstance(p, int) else tuple(p) for p in each)

@@ -1,4 +1,4 @@
-"""Properties of the convolution rule: isolation, derivatives, repeats, size of the program, choice."""
+"""The convolution rule: isolation, derivatives, repeats, size of the program, choice."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ The per-example gradient of a matrix-like parameter is ``g[b] = sum_t a[b, t] b[
 for B examples, G independent groups, T positions that are added up, D inputs and P outputs. No
 complex conjugate is taken, as `jax.grad` takes none. Everything is added up in at least float32.
 
-There are three ways to the norm of ``g[b]``: T = 1 makes it a product of two norms; the Gram way uses
-``|g|^2 = sum_{t,t'} (a_t . a_t') (b_t . b_t')``, cheap for few positions; the stream computes ``g`` for a
-few examples, squares it and drops it. `estimate` says which is the cheapest.
+There are three ways to the norm of ``g[b]``: T = 1 makes it a product of two norms; the Gram way
+uses ``|g|^2 = sum_{t,t'} (a_t . a_t') (b_t . b_t')``, cheap for few positions; the stream computes
+``g`` for a few examples, squares it and drops it. `estimate` says which is the cheapest.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def estimate(groups: int, positions: int, depth: int, outputs: int, batch: int) 
       batch: B.
 
     Returns:
-      ``{"keep": s, "gram": s, "stream": s}``: keep all gradients and weight them; Gram norms and one
-      weighted product; streamed norms and one weighted product.
+      ``{"keep": s, "gram": s, "stream": s}``: keep all gradients and weight them; Gram norms and
+      one weighted product; streamed norms and one weighted product.
     """
     size = groups * depth * outputs
     one = groups * product_seconds(depth, positions, outputs)
@@ -229,8 +229,8 @@ def scaled_norms(
       way: ``"gram"`` or ``"stream"``, by default the faster by `estimate`.
 
     Returns:
-      ``(scale [B], squares [B])``, real, at least float32. An example with NaN or Inf has NaN or Inf
-      squares.
+      ``(scale [B], squares [B])``, real, at least float32. An example with NaN or Inf has NaN or
+      Inf squares.
     """
     batch, groups, positions, depth = a.shape
     outputs = b.shape[3]
@@ -277,7 +277,8 @@ def square_norms(
     """Squared norms of the gradients of every example.
 
     Products are taken of scaled entries, so nothing is lost on the way; a square itself can still
-    be out of range (a norm below 1e-19 or above 1e19 in float32), for which there is `scaled_norms`.
+    be out of range (a norm below 1e-19 or above 1e19 in float32), for which there is
+    `scaled_norms`.
 
     Args:
       a: ``[B, G, T, D]``.

@@ -88,14 +88,14 @@ class ConvRule:
     def scaled_norm(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Norms of the kernel gradients as ``scale * sqrt(squares)``, each ``[B]``, both in range."""
+        """Norms as ``scale * sqrt(squares)``, each ``[B]`` and within the range of its type."""
         conv = describe(site)
         batch = cotangent.shape[0]
         if conv.empty or batch == 0:
             zeros = jnp.zeros(batch, jnp.finfo(conv.dtype).dtype)
             return zeros + 1, zeros
         x = arrange_input(site, conv, inputs[0])
-        return norms.scaled_norms(conv, x, arrange_cotangent(site, conv, cotangent))
+        return choose.scaled_norms(conv, x, arrange_cotangent(site, conv, cotangent))
 
     def estimate(self, site: Site, batch_size: int) -> dict[str, float]:
         """Estimated seconds on a CPU of the three ways to a clipped sum, ``keep, gram, stream``."""

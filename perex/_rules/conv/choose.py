@@ -6,11 +6,33 @@ rates measured on two CPU cores (float32, jaxlib 0.10 and 0.12):
 * a product of sides from 64 on runs at 80 to 150 GFLOP/s, which `product_seconds` models;
 * copies in cache (patches, shifted views) move 10 GB/s, the first write to new memory 4 GB/s;
 * a step of a loop costs 20 microseconds;
-* a grouped convolution runs its products at a third of the rate of a plain one, and each group is
-  a call of its own; with groups *inside* the example it fell to 10 MFLOP/s (a depthwise 3x3 layer
-  of 32 channels took a minute), so that the model keeps away from it there.
+* a grouped convolution runs its products at a third of the rate of a plain one; with groups
+  *inside* the example it fell below 1 MFLOP/s (a depthwise 3x3 layer of 32 channels took a minute), so
+  the model keeps away from it there.
 
-MEASURED
+CPU milliseconds of both cores together, vmap(grad) and the algorithms, alternately in one run with
+jaxlib 0.12 (F: multiplications and additions in 1e9; "s2": stride 2; B is 32 unless given; of the
+depthwise layers vmap(grad) is wall time of another run, and grouped was not run):
+
+    layer                     F   vmap  unfold  taps  grouped  depthwise
+    3-64 3x3 at 32x32      0.11   20.1     4.3   4.7     21.5
+    64-64 3x3 at 32x32     2.42  162.4    39.4  57.0    103.8
+    64-128 3x3 s2          1.21  157.7    22.1  31.3     88.0
+    64-128 1x1 s2          0.13   23.6     7.3   3.9     16.1
+    128-128 3x3 at 16x16   2.42  166.1    32.0  46.4    119.4
+    256-256 3x3 at 8x8     2.42  280.7    89.8 104.4    287.2
+    512-512 3x3 at 4x4 B8  0.60  142.6    65.0  75.9    129.0
+    16-16 3x3 at 32x32     0.15   15.7     5.0   7.9     10.7
+    1-16 8x8 s2 B128       0.05   10.9     2.2   4.7      4.3      20.6
+    16-32 4x4 s2 B128      0.08    7.6     3.4   4.3      6.7
+    32-32 3x3 B64          1.21  128.5    26.9  40.3     81.4
+    256-64 1x1 at 16x16    0.27   14.7     6.6   6.7     15.9
+    64-64 k=5 length 1000  1.31   80.2    23.9  32.7     60.7
+    16-32 3x3x3 B8         0.91  135.5    19.2  31.6     63.8
+    64-32 3x3 spread 2 B8  0.32   33.0     6.8  10.4     12.8
+    depthwise 3x3, 64      0.04   1314    27.3  43.7      -         9.7
+    depthwise 7x7, 96      0.08   6140    48.2  90.9      -        18.1
+    depthwise k=5, 256     0.04   8732    41.5  55.9      -         9.7
 
 On other platforms nothing has been measured. There a loop over small chunks starves the device, so
 chunks are bounded by memory alone; `unfold` is chosen because it needs only batched products, and
@@ -29,7 +51,7 @@ import jax
 from jax import lax
 
 from perex._rules.chunks import chunk_size
-from perex._rules.conv import depthwise, grouped, taps, unfold
+from perex._rules.conv import depthwise, grouped, norms, taps, unfold
 from perex._rules.conv.normal_form import Convolution
 from perex._rules.outer_product import product_seconds
 
@@ -38,7 +60,6 @@ Run = Callable[..., jax.Array]
 _COPY = 1.0e10
 _FRESH = 4.0e9
 _CACHE = 3.0e10
-_REDUCE = 1.0e10
 _LOOP = 2.0e-5
 
 # What the examples of a chunk may take together where there is no small cache to stay in.
@@ -95,14 +116,13 @@ def grouped_seconds(conv: Convolution, batch: int) -> float:
     slow = 3.0 if conv.groups == 1 else 1000.0
     copied = conv.itemsize * conv.positions * (conv.channels + conv.features)
     one = conv.groups * (slow * product + copied / _COPY)
-    return batch * one + _output_seconds(conv, batch)
+    return 1e-4 + batch * one + _output_seconds(conv, batch)
 
 
 def depthwise_seconds(conv: Convolution, batch: int) -> float:
     """For every kernel position a pass over view and cotangent."""
-    size = conv.itemsize * conv.groups * conv.positions * conv.features
     return (
-        batch * conv.taps * size / _REDUCE
+        batch * depthwise.gradient_seconds(conv)
         + _output_seconds(conv, batch)
         + _loop_seconds(batch, depthwise.cache_chunk(conv))
     )
@@ -123,8 +143,8 @@ def register_conv_algorithm(name: str, fn: Run) -> None:
 
     Args:
       name: the name; one that is taken is replaced.
-      fn: ``(conv, x, cotangent) -> gradient`` with ``conv`` the convolution's description (groups G,
-        images N, channels C and features P of a group, spatial S, kernel K, out O, strides,
+      fn: ``(conv, x, cotangent) -> gradient`` with ``conv`` the convolution's description (groups
+        G, images N, channels C and features P of a group, spatial S, kernel K, out O, strides,
         dilation, interior, pads), ``x`` ``[B, N, *S, G, C]``, ``cotangent`` ``[B, N, *O, G, P]``
         and the gradient ``[B, *K, G, C, P]``. No example may influence another one.
 
@@ -183,10 +203,10 @@ def resolve(conv: Convolution, choice: Any, batch: int) -> tuple[str, Algorithm]
     """
     if callable(choice):
         if _arity(choice) != 1:
-            return getattr(choice, "__name__", repr(choice)), Algorithm(choice)
+            return _own(choice)
         choice = choice(conv)
         if callable(choice):
-            return getattr(choice, "__name__", repr(choice)), Algorithm(choice)
+            return _own(choice)
     check(choice)
     if choice == "auto":
         choice = next(iter(estimates(conv, batch)))
@@ -198,6 +218,10 @@ def resolve(conv: Convolution, choice: Any, batch: int) -> tuple[str, Algorithm]
     return choice, ALGORITHMS[choice]
 
 
+def _own(function: Any) -> tuple[str, Algorithm]:
+    return getattr(function, "__name__", repr(function)), Algorithm(function)
+
+
 def _arity(function: Callable[..., Any]) -> int:
     """Number of positional arguments that a function must be given."""
     required = 0
@@ -207,7 +231,7 @@ def _arity(function: Callable[..., Any]) -> int:
     return required
 
 
-def by_platform(cpu: Run, other: Run, *arrays: jax.Array) -> jax.Array:
+def by_platform(cpu: Callable[..., Any], other: Callable[..., Any], *arrays: jax.Array) -> Any:
     """Runs ``cpu`` where the program is lowered for a CPU, else ``other``."""
     return lax.platform_dependent(*arrays, cpu=cpu, default=other)
 
@@ -249,6 +273,19 @@ def weighted_sum(
         cotangent,
         weights,
     )
+
+
+def scaled_norms(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Norms as ``scale * sqrt(squares)``, see `norms.scaled_norms`, in chunks by platform."""
+    batch = x.shape[0]
+    cpu = functools.partial(norms.scaled_norms, conv)
+    if chunk_size(batch, norms.cache_chunk(conv, batch)) >= batch:
+        return cpu(x, cotangent)
+    # A quarter of the batch keeps a device busy and never holds all gradients.
+    other = functools.partial(norms.scaled_norms, conv, chunk=-(-batch // 4))
+    return by_platform(cpu, other, x, cotangent)
 
 
 def device_chunk(conv: Convolution) -> int:

@@ -4,22 +4,24 @@ The kernel gradient
 
     dkernel[k, c, p] = sum_{n, o} padded(x)[n, o * stride + k * dilation, c] * cotangent[n, o, p]
 
-is itself a convolution in which ``x`` is the image and the cotangent is the kernel: ``k`` is now the output
-position and ``o`` the position in the window, so stride and dilation change roles. Input channels become
-the batch, images inside the example become the channels that are summed over, and every example
-and group is a group of its own (Rochette et al. 2019, arXiv:1912.06015).
+is itself a convolution in which ``x`` is the image and the cotangent is the kernel: ``k`` is now
+the output position and ``o`` the position in the window, so stride and dilation change roles. Input
+channels become the batch, images inside the example become the channels that are summed over, and
+every example and group is a group of its own (Rochette et al. 2019, arXiv:1912.06015).
 
-Why the plain form of this returns more than the kernel, and why the surplus is cut off on the right: a
-forward convolution of an axis of length L has O = floor((L - (K - 1) * dilation - 1) / stride) + 1 outputs, and
-the floor drops up to ``stride - 1`` entries on the right, which no output reads. The backward
-convolution, whose window is the cotangent spread by ``stride``, sees them: it has
+Why the plain form of this returns more than the kernel, and why the surplus is cropped from the
+right: a forward convolution of an axis of length L has
+O = floor((L - (K - 1) * dilation - 1) / stride) + 1 outputs, and the floor drops up to
+``stride - 1`` entries on the right, which no output reads. The backward convolution, whose window
+is the cotangent spread by ``stride``, sees them: it has
 floor((L - (O - 1) * stride - 1) / dilation) + 1 outputs, which is K plus up to
-floor((stride - 1) / dilation). Its output ``k`` pairs the entry ``o * stride + k * dilation`` with the cotangent at
-``o``, for the true kernel positions ``k < K`` exactly the sum above, counted from the left; what comes after
-pairs the dropped entries with cotangents they never had a part in, and means nothing. So the first
-K are kept (Opacus PR #245 found the missing crop). Cropping the *input* on the right to
-(O - 1) * stride + (K - 1) * dilation + 1 entries before the convolution gives the same numbers without
-computing the surplus: the normal form has already done it, and here the size comes out as K.
+floor((stride - 1) / dilation), so up to ``stride - 1`` more than the kernel. Its output ``k`` pairs
+the entry ``o * stride + k * dilation`` with the cotangent at ``o``. That is the sum above for the
+true kernel positions ``k < K``, counted from the left; the outputs after them pair dropped entries
+with cotangents which these never had a part in, and mean nothing. So the first K are the gradient
+(Opacus PR #245 found the missing crop). Cropping the *input* on the right, to
+(O - 1) * stride + (K - 1) * dilation + 1 entries, gives the same numbers without computing the
+surplus: the normal form has done so already, and here the size comes out as K.
 """
 
 from __future__ import annotations
@@ -84,7 +86,7 @@ def weighted_sum(
 
 
 def _convolve(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
-    """Kernel gradients ``[b, *K, G, C, P]`` of ``x`` and ``cotangent`` with any number of images."""
+    """Kernel gradients ``[b, *K, G, C, P]``, with any number of images in both arrays."""
     x = pad_input(conv, x)
     rank = len(conv.kernel)
     batch, images = x.shape[0], x.shape[1]

@@ -8,12 +8,13 @@ A ``conv_general_dilated`` of one example becomes, with the example axis ``B`` i
 
     out[n, o, g, p] = sum_{k, c} padded(x)[n, o * stride + k * dilation, g, c] * kernel[k, g, c, p]
 
-where ``padded`` spreads ``x`` by its interior dilation and puts zeros around it. Feature groups split
-channels and batch groups split images, and both come out as ``G``. Negative padding has become a crop
-of ``x``, and so has everything on the right that no kernel position reads: afterwards each padded
-size is exactly ``(O - 1) * stride + (K - 1) * dilation + 1`` and all padding is at least zero.
-Crops are slices and padding is an update of zeros; ``lax.pad`` and negative padding, which
-the transpose of ``lax.pad`` also makes, give wrong values on some CPU versions (openxla/xla#48713, #48715).
+where ``padded`` spreads ``x`` by its interior dilation and puts zeros around it. Feature groups
+split channels and batch groups split images, and both come out as ``G``. Negative padding has
+become a crop of ``x``, and so has everything on the right that no kernel position reads:
+afterwards each padded size is exactly ``(O - 1) * stride + (K - 1) * dilation + 1`` and all
+padding is at least zero. Crops are slices and padding is an update of zeros; ``lax.pad`` and
+negative padding, which the transpose of ``lax.pad`` also makes, give wrong values on some CPU
+versions (openxla/xla#48713, #48715).
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Convolution:
       out: O, output sizes.
       strides: step of the window along each axis.
       dilation: distance of kernel positions along each axis.
-      interior: distance of input entries along each axis (the lhs dilation of a transposed convolution).
+      interior: distance of input entries along each axis (the lhs dilation of a transposed
+        convolution).
       pads: zeros (low, high) around the spread input, never negative.
       crops: (start, stop) along each axis of the original input.
       precision: as in the equation.
@@ -114,8 +116,8 @@ def accumulate_dtype(*dtypes: Any) -> Any:
 def _fit(size: int, spread: int, low: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Crop (start, stop) and padding (low, high) which make a window of ``length`` of an axis.
 
-    The axis has ``size`` entries ``spread`` apart, the first of them at ``low`` (maybe negative); the
-    window begins at 0.
+    The axis has ``size`` entries ``spread`` apart, the first of them at ``low`` (maybe negative);
+    the window begins at 0.
     """
     start = max(0, -(low // spread))
     stop = min(size, (length - 1 - low) // spread + 1)
@@ -225,8 +227,8 @@ def tap(
 
     Args:
       conv: the convolution.
-      padded: ``[b, N, *conv.padded, G, C]``, or only the part of the first spatial axis that ``rows``
-        outputs read.
+      padded: ``[b, N, *conv.padded, G, C]``, or only the part of the first spatial axis that
+        ``rows`` outputs read.
       position: index into the kernel, relative to that part.
       rows: number of outputs along the first spatial axis, by default all.
 

@@ -67,15 +67,27 @@ def estimate(conv: Convolution, batch: int) -> dict[str, float]:
         seconds["gram"] = batch * (min(gram_seconds(conv).values()) + right) + total
     else:
         seconds["gram"] += patches * 2
-    return {
-        "keep": seconds["keep"] + patches,
-        "gram": seconds["gram"],
-        "stream": seconds["stream"] + 2 * patches,
-    }
+    seconds["keep"] += patches
+    seconds["stream"] += 2 * patches
+    if _is_depthwise(conv):
+        single = batch * depthwise.gradient_seconds(conv)
+        read = 2 * batch * conv.kernel_size * conv.itemsize / 1.5e10
+        seconds["keep"] = min(seconds["keep"], single + read)
+        seconds["stream"] = min(seconds["stream"], 2 * single)
+        seconds["gram"] += single - total
+    return seconds
+
+
+def _is_depthwise(conv: Convolution) -> bool:
+    return depthwise.covers(conv) is None and conv.groups > 1
 
 
 def scaled_norms(
-    conv: Convolution, x: jax.Array, cotangent: jax.Array, way: str | None = None
+    conv: Convolution,
+    x: jax.Array,
+    cotangent: jax.Array,
+    way: str | None = None,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Norms of the kernel gradients as ``scale * sqrt(squares)``, both in range.
 
@@ -85,17 +97,13 @@ def scaled_norms(
       cotangent: ``[B, N, *O, G, P]``.
       way: ``"gram"``, ``"pixels"`` or ``"patches"`` (Gram by one of the two ways) or ``"stream"``,
         by default the fastest by `estimate`.
+      chunk: examples at a time, by default what stays in a CPU's cache.
 
     Returns:
       ``(scale [B], squares [B])``, real, at least float32. An example with NaN or Inf has NaN or
       Inf squares.
     """
-    if way is None:
-        seconds = estimate(conv, x.shape[0])
-        way = "gram" if seconds["gram"] <= seconds["stream"] else "stream"
-    if way == "gram":
-        grams = gram_seconds(conv)
-        way = min(grams, key=grams.__getitem__)
+    way = _resolve(conv, x.shape[0], way)
     squares_of = {"stream": _stream, "patches": _patches, "pixels": _pixels}[way]
 
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -104,18 +112,37 @@ def scaled_norms(
         scale = outer_product.combine_scales(scale_x, scale_c)
         return jnp.stack([scale, squares_of(conv, x, cotangent)], axis=1)
 
+    result = map_chunks(some, (x, cotangent), chunk or cache_chunk(conv, x.shape[0], way))
+    return result[:, 0], result[:, 1]
+
+
+def _resolve(conv: Convolution, batch: int, way: str | None) -> str:
+    """The way by name, without ``None`` and ``"gram"``."""
+    if way is None:
+        seconds = estimate(conv, batch)
+        way = "gram" if seconds["gram"] <= seconds["stream"] else "stream"
+    if way == "gram":
+        grams = gram_seconds(conv)
+        way = min(grams, key=grams.__getitem__)
+    return way
+
+
+def cache_chunk(conv: Convolution, batch: int, way: str | None = None) -> int:
+    """Number of examples whose temporaries stay in a CPU's cache together."""
+    way = _resolve(conv, batch, way)
     held = unfold.patch_bytes(conv)
     if way == "stream":
+        if _is_depthwise(conv):
+            return depthwise.cache_chunk(conv)
         held += conv.kernel_size * conv.itemsize
     else:
         pixels = (conv.images * math.prod(conv.padded)) ** 2 if way == "pixels" else 0
         held += conv.groups * conv.itemsize * (2 * conv.positions**2 + 2 * pixels)
-    result = map_chunks(some, (x, cotangent), max(1, _CHUNK_BYTES // held))
-    return result[:, 0], result[:, 1]
+    return max(1, _CHUNK_BYTES // held)
 
 
 def _stream(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
-    if depthwise.covers(conv) is None and conv.groups > 1:
+    if _is_depthwise(conv):
         return sum_squares(depthwise.gradient(conv, x, cotangent))
     return sum_squares(unfold.product(conv, unfold.patches(conv, x), cotangent))
 

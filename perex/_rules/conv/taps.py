@@ -1,8 +1,8 @@
 """Taps: one product per kernel position on a shifted view of the input, without patches.
 
-For every kernel position ``k`` the gradient is ``view_k(x)^T cotangent``, where the view is a strided slice of
-the padded input. Nothing of the size of the patches is ever made, which pays for wide channels and
-few positions; with few channels the products are too narrow.
+For every kernel position ``k`` the gradient is ``view_k(x)^T cotangent``, where the view is a
+strided slice of the padded input. Nothing of the size of the patches is ever made, which pays for
+wide channels and few positions; with few channels the products are too narrow.
 """
 
 from __future__ import annotations

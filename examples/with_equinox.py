@@ -9,7 +9,7 @@ mix the examples of a batch: `eqx.nn.GroupNorm`.
 import equinox as eqx
 import jax
 import optax
-from _training import Result, train
+from _training import train
 from absl import app
 
 
@@ -41,20 +41,21 @@ class Network(eqx.Module):
         return self.head(self.dropout(x, key=key, inference=key is None))
 
 
-def run() -> Result:
+def build():
+    """Returns loss, predict and params, as `train` takes them."""
     params, static = eqx.partition(Network(jax.random.key(0)), eqx.is_inexact_array)
 
     def loss(params, image, label, key):
         logits = eqx.combine(params, static)(image, key)
         return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
-    return train(loss, lambda params, image: eqx.combine(params, static)(image), params)
+    return loss, lambda params, image: eqx.combine(params, static)(image), params
 
 
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    run()
+    train(*build())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _training import Result, train
+from _training import train
 from absl import app
 
 
@@ -26,7 +26,8 @@ class Network(nn.Module):
         return nn.Dense(10)(nn.Dropout(0.1, deterministic=not train)(x))
 
 
-def run() -> Result:
+def build():
+    """Returns loss, predict and params, as `train` takes them."""
     model = Network()
     params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)), train=False)
 
@@ -34,13 +35,13 @@ def run() -> Result:
         logits = model.apply(params, image, train=True, rngs={"dropout": key})
         return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
-    return train(loss, lambda params, image: model.apply(params, image, train=False), params)
+    return loss, lambda params, image: model.apply(params, image, train=False), params
 
 
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    run()
+    train(*build())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ for dropout. BatchNorm has no place here, as its statistics mix the examples of 
 
 import jax.numpy as jnp
 import optax
-from _training import Result, train
+from _training import train
 from absl import app
 from flax import nnx
 
@@ -35,7 +35,8 @@ class Network(nnx.Module):
         return self.head(x.reshape(-1))
 
 
-def run() -> Result:
+def build():
+    """Returns loss, predict and params, as `train` takes them."""
     model = Network(nnx.Rngs(0))
     structure, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -49,13 +50,13 @@ def run() -> Result:
         model.eval()
         return model(image)
 
-    return train(loss, predict, params)
+    return loss, predict, params
 
 
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    run()
+    train(*build())
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from _training import Result, train
+from _training import train
 from absl import app
 
 
@@ -24,7 +24,8 @@ def network(image, is_training):
     return hk.Linear(10)(x)
 
 
-def run() -> Result:
+def build():
+    """Returns loss, predict and params, as `train` takes them."""
     model = hk.transform(network)
     params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)), is_training=True)
 
@@ -35,13 +36,13 @@ def run() -> Result:
     def predict(params, image):
         return model.apply(params, None, image, is_training=False)
 
-    return train(loss, predict, params)
+    return loss, predict, params
 
 
 def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    run()
+    train(*build())
 
 
 if __name__ == "__main__":

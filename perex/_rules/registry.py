@@ -109,6 +109,12 @@ class Rule(Protocol):
     * ``covers(site) -> str | None``: None where the rule applies, else the reason why not;
     * ``square_norm(site, inputs, cotangent) -> [B]``: squared L2 norms, at least float32, where
       they are cheaper than the gradients;
+    * ``scaled_norm(site, inputs, cotangent) -> (scale [B], squares [B])``: norms as ``scale *
+      sqrt(squares)``, the scale a power of two, where squares can leave their range on the way;
+      without it the cotangent is scaled before ``square_norm`` is called;
+    * ``outer_form(site, inputs, cotangent) -> ((u, axes), (v, axes))`` or None: the gradient as
+      ``sum_t u[t] v[t]^T``, each factor ``[B, T, N]`` over some axes of the parameter in this order,
+      or integer ``[B, T]``, which stands for unit vectors; for norms of tied parameters;
     * ``weighted_sum(site, inputs, cotangent, weights) -> parameter.shape``: the sum over examples
       of ``weights[b]`` times the gradient, at least float32;
     * ``merge_repeats(site, inputs, cotangent) -> (site, inputs, cotangent)``: folds an axis of

@@ -113,8 +113,8 @@ class Rule(Protocol):
       sqrt(squares)``, the scale a power of two, where squares can leave their range on the way;
       without it the cotangent is scaled before ``square_norm`` is called;
     * ``outer_form(site, inputs, cotangent) -> ((u, axes), (v, axes))`` or None: the gradient as
-      ``sum_t u[t] v[t]^T``, each factor ``[B, T, N]`` over some axes of the parameter in this order,
-      or integer ``[B, T]``, which stands for unit vectors; for norms of tied parameters;
+      ``sum_t u[t] v[t]^T``, each factor ``[B, T, N]`` over some axes of the parameter in this
+      order, or integer ``[B, T]``, which stands for unit vectors; for norms of tied parameters;
     * ``weighted_sum(site, inputs, cotangent, weights) -> parameter.shape``: the sum over examples
       of ``weights[b]`` times the gradient, at least float32;
     * ``merge_repeats(site, inputs, cotangent) -> (site, inputs, cotangent)``: folds an axis of

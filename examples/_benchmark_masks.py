@@ -114,7 +114,7 @@ def _contestants(layer: Masked, batch_size: int, dtype: jnp.dtype) -> list[Conte
 
     def convolve(kernel: jax.Array, images: jax.Array) -> jax.Array:
         return jax.lax.conv_general_dilated(
-            images, mask * kernel, (1, 1), "SAME", dimension_numbers=_NUMBERS
+            images, jnp.multiply(mask, kernel), (1, 1), "SAME", dimension_numbers=_NUMBERS
         )
 
     def loss(kernel: jax.Array, image: jax.Array, cotangent: jax.Array) -> jax.Array:

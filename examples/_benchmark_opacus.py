@@ -185,7 +185,7 @@ def timed(step):
 
 def main():
     """Times the three steps in turn and prints the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Times Opacus.")
     parser.add_argument("model", choices=list(BUILDERS))
     parser.add_argument("batch_size", type=int)
     parser.add_argument("--sizes", type=json.loads, default={})

@@ -191,7 +191,7 @@ def form(value: Any) -> str:
 def show(suite: Suite, rows: Sequence[Row], options: Options) -> None:
     """Prints a suite's table, what went wrong, and the summary."""
     # A table in a file is as wide as it needs to be; on a terminal it must fit.
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 240)
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 320)
     table = rich.table.Table(title=suite.title, box=rich.box.SIMPLE, title_justify="left")
     table.add_column("")
     table.add_column("B", justify="right")

@@ -5,6 +5,8 @@ its statistics mix the examples of a batch, so no example has a gradient of its 
 none of that.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -31,11 +33,14 @@ def build():
     model = Network()
     params = model.init(jax.random.key(0), jnp.zeros((8, 8, 1)), train=False)
 
+    def scores(params, image, **options) -> Any:
+        return model.apply(params, image, **options)
+
     def loss(params, image, label, key):
-        logits = model.apply(params, image, train=True, rngs={"dropout": key})
+        logits = scores(params, image, train=True, rngs={"dropout": key})
         return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
-    return loss, lambda params, image: model.apply(params, image, train=False), params
+    return loss, lambda params, image: scores(params, image, train=False), params
 
 
 def main(argv):

@@ -62,6 +62,15 @@ def test_scales(shape: tuple[int, ...], scale: float, way: str) -> None:
     np.testing.assert_allclose(factor * jnp.sqrt(squares) / scale, expected, rtol=1e-5)
 
 
+def test_scales_whose_product_is_out_of_range() -> None:
+    left, right = jnp.float32([2.0**-100, 2.0**100, 2.0**-40]), jnp.float32([2.0**-30, 2.0**29, 8])
+    # Norms 2^-118, 2^127.5 (with squares below 1) and 2^-36, all of which float32 can hold.
+    squares = jnp.float32([2.0**24, 2.0**-3, 4])
+    scale, rest = outer_product.undo_scales(left, right, squares).T
+    expected = [2.0**-118, 2.0**127.5, 2.0**-36]
+    np.testing.assert_allclose(scale * jnp.sqrt(rest), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("way", ["gram", "stream"])
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 22])
 def test_an_example_with_nan_stays_alone(

@@ -251,7 +251,7 @@ def scaled_norms(
             squares = gram_squares(a, b)
         else:
             squares = sum_squares(per_example(a, b, precision=precision))
-        return jnp.stack([combine_scales(scale_a, scale_b), squares], axis=1)
+        return undo_scales(scale_a, scale_b, squares)
 
     if 0 in (batch, groups, positions, depth, outputs):
         zeros = jnp.zeros(batch, jnp.finfo(dtype).dtype)
@@ -263,12 +263,29 @@ def scaled_norms(
 
 
 def combine_scales(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Product of two powers of two, kept within the range of normal numbers.
+    """Product of two powers of two ``[B]``, kept within the range of normal numbers.
 
-    Only a norm that has no normal number of its type can meet these bounds.
+    `undo_scales` also accounts for what a bound cuts off.
     """
     info = jnp.finfo(left.dtype)
     return jnp.clip(left * right, float(info.tiny), 2.0 ** (info.maxexp - 1))
+
+
+def undo_scales(left: jax.Array, right: jax.Array, squares: jax.Array) -> jax.Array:
+    """Joins the scales of two factors with the squares of their scaled product.
+
+    Args:
+      left: powers of two ``[B]``.
+      right: powers of two ``[B]``.
+      squares: ``[B]``, around 1.
+
+    Returns:
+      ``[B, 2]``: one scale, a power of two and a normal number, and the squares that belong to it.
+      Where ``left * right`` is out of range, the squares take what the scale cannot.
+    """
+    scale = combine_scales(left, right)
+    rest = (left / scale) * right
+    return jnp.stack([scale, squares * rest * rest], axis=1)
 
 
 def square_norms(

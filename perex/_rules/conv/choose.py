@@ -7,7 +7,7 @@ rates measured on two CPU cores (float32, jaxlib 0.10 and 0.12):
 * copies in cache (patches, shifted views) move 10 GB/s, the first write to new memory 4 GB/s;
 * a step of a loop costs 20 microseconds;
 * a grouped convolution runs its products at a third of the rate of a plain one; with groups
-  *inside* the example it fell below 1 MFLOP/s (a depthwise 3x3 layer of 32 channels took a minute), so
+  *inside* the example it fell below 1 MFLOP/s (a depthwise 3x3 layer of 32 channels: a minute), so
   the model keeps away from it there.
 
 CPU milliseconds of both cores together, vmap(grad) and the algorithms, alternately in one run with

@@ -23,7 +23,7 @@ from perex._rules import outer_product
 from perex._rules.chunks import map_chunks
 from perex._rules.conv import depthwise, unfold
 from perex._rules.conv.normal_form import Convolution
-from perex._rules.outer_product import divide, product_seconds, sum_squares, unit_scale
+from perex._rules.outer_product import divide, product_seconds, sum_squares, undo_scales, unit_scale
 
 _CHUNK_BYTES = 4 << 20
 # Adding shifted views of the pixel pairs, in float32 on two CPU cores: bytes a second.
@@ -109,8 +109,7 @@ def scaled_norms(
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
         scale_x, scale_c = unit_scale(x), unit_scale(cotangent)
         x, cotangent = divide(x, scale_x, conv.dtype), divide(cotangent, scale_c, conv.dtype)
-        scale = outer_product.combine_scales(scale_x, scale_c)
-        return jnp.stack([scale, squares_of(conv, x, cotangent)], axis=1)
+        return undo_scales(scale_x, scale_c, squares_of(conv, x, cotangent))
 
     result = map_chunks(some, (x, cotangent), chunk or cache_chunk(conv, x.shape[0], way))
     return result[:, 0], result[:, 1]

@@ -51,7 +51,7 @@ def loss_with(policy, scan, prevent_cse=True):
 def test_exact(policy, scan):
     loss = loss_with(POLICIES[policy], scan)
     modes.check(loss, params(), normal(BATCH, 2, DIM))
-    assert modes.fallbacks(loss, params(), normal(BATCH, 2, DIM)) == {"argument 0 at ['b']"}
+    assert modes.uses(loss, params(), normal(BATCH, 2, DIM)).count(": rule dot_general") >= 2
 
 
 def count(jaxpr, name):

@@ -1,5 +1,6 @@
 """The program that draws receptive fields: runs, says what it shows, and refuses bad flags."""
 
+import os
 import pathlib
 import re
 import subprocess
@@ -18,12 +19,13 @@ import receptive_field  # noqa: E402
 
 
 def run(*flags):
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, str(PROGRAM), *flags],
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=600,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
     )
 
 

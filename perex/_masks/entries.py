@@ -18,17 +18,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from perex._masks.geometry import crop, normalize, spans, uncrop
 from perex._masks.products import from_channels_last, grouped_product
-from perex._masks.rectangles import Rectangle
 
 
 def convolve_entries(
     x: jax.Array,
     kernel: jax.Array,
-    mask: jax.Array | None,
+    mask: jax.Array | np.ndarray | None,
     taps: Sequence[tuple[int, ...]],
     params: Mapping[str, Any],
     out: jax.ShapeDtypeStruct,
@@ -55,8 +55,7 @@ def convolve_entries(
     in_window = tuple(x.shape[axis] for axis in lhs[2:])
     seen = []
     for tap in taps:
-        one = Rectangle(tap, tuple(t + 1 for t in tap), mask)  # the pattern is not looked at
-        reads = spans(geometry, one, in_window)
+        reads = spans(geometry, tap, tuple(t + 1 for t in tap), in_window)
         if reads is not None:
             shifted = uncrop(crop(x, lhs[2:], reads, geometry.strides), lhs[2:], reads)
             shifted = jnp.transpose(shifted, (lhs[0], *lhs[2:], lhs[1]))
@@ -66,7 +65,7 @@ def convolve_entries(
     patches = jnp.stack([shifted for _, shifted in seen], -2)
     patches = patches.reshape(*patches.shape[:-3], -1)
 
-    def rows(values: jax.Array) -> jax.Array:
+    def rows(values: Any) -> jax.Array:
         values = jnp.transpose(values, (*rhs[2:], rhs[1], rhs[0]))
         values = jnp.stack([values[tap] for tap, _ in seen])
         return values.reshape(-1, geometry.groups, values.shape[-1] // geometry.groups)

@@ -267,8 +267,10 @@ class Knowledge:
                 return True
             equation = self._maker.get(variable)
             if equation is None:
-                outer = self._outer[1].get(variable) if self._outer is not None else None
-                return outer is not None and self._outer[0].looks_like_mask(outer[0])
+                if self._outer is None or variable not in self._outer[1]:
+                    return False
+                knowledge, operands = self._outer
+                return knowledge.looks_like_mask(operands[variable][0])
             if equation.primitive is p.stop_gradient_p:
                 return True
             if equation.primitive not in _KEEPS_MASK and equation.primitive not in _LAYOUT:

@@ -15,8 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from perex._masks.rectangles import Rectangle
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Geometry:
@@ -119,7 +117,10 @@ class Span:
 
 
 def spans(
-    geometry: Geometry, rectangle: Rectangle, in_window: tuple[int, ...]
+    geometry: Geometry,
+    first_tap: tuple[int, ...],
+    last_tap: tuple[int, ...],
+    in_window: tuple[int, ...],
 ) -> list[Span] | None:
     """Returns what a rectangle of taps reads and writes, along each axis.
 
@@ -127,7 +128,8 @@ def spans(
 
     Args:
       geometry: the convolution.
-      rectangle: some of its taps.
+      first_tap: the first tap of the rectangle.
+      last_tap: one past its last tap.
       in_window: the spatial shape of the input.
 
     Returns:
@@ -135,8 +137,8 @@ def spans(
     """
     found = []
     for start, stop, stride, dilation, (low, _), size, count in zip(
-        rectangle.start,
-        rectangle.stop,
+        first_tap,
+        last_tap,
         geometry.strides,
         geometry.dilation,
         geometry.padding,

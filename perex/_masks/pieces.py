@@ -63,7 +63,8 @@ def _convolve_piece(
     dtype: Any,
 ) -> jax.Array | None:
     """Returns one piece's share of the result, or None where it is zero."""
-    reads = spans(geometry, rectangle, tuple(x.shape[axis] for axis in geometry.lhs_spec[2:]))
+    in_window = tuple(x.shape[axis] for axis in geometry.lhs_spec[2:])
+    reads = spans(geometry, rectangle.start, rectangle.stop, in_window)
     if reads is None:
         return None
     in_axis, out_axis = geometry.lhs_spec[1], geometry.out_spec[1]

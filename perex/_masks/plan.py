@@ -105,6 +105,8 @@ class MaskPlan:
 
     def _partial_mask(self) -> np.ndarray | None:
         """Returns the mask, or None where every entry of every tap that acts, acts."""
+        if self.mask is None:
+            return None
         taps = _tap_masks(self.mask, self.params)
         return None if all(taps[tap].all() for tap in self.taps) else self.mask
 

@@ -1,9 +1,9 @@
 """A backend that computes 3x3 convolutions by Winograd transforms, emulated in plain JAX.
 
 CPUs compute convolutions tap by tap; many GPUs do not, and there a masked tap leaks. `backend`
-runs a function as such a GPU would: every 3x3 convolution with step 1 is computed by F(2x2, 3x3),
-and every kernel gradient of one by the transpose of that (Lavin and Gray, 2015, arXiv:1509.09308).
-Apply it outside of differentiation: ``backend(jax.grad(f))``.
+runs a function as such a GPU would: every 3x3 convolution with step 1 is computed by F(2x2, 3x3)
+or F(4x4, 3x3), and every kernel gradient of one by the transpose of that (Lavin and Gray, 2015,
+arXiv:1509.09308). Apply it outside of differentiation: ``backend(jax.grad(f))``.
 """
 
 import functools
@@ -13,10 +13,41 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# y = A^T [(G g G^T) * (B^T d B)] A for a 4x4 input tile d, a 3x3 kernel g and a 2x2 result y.
-B = np.array([[1, 0, 0, 0], [0, 1, -1, 1], [-1, 1, 1, 0], [0, 0, 0, -1]], float)
-G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], float)
-A = np.array([[1, 0], [1, 1], [1, -1], [0, -1]], float)
+# y = A^T [(G g G^T) * (B^T d B)] A for an input tile d, a 3x3 kernel g and a result y, of 2x2 from
+# 4x4 or of 4x4 from 6x6: the matrices (B, G, A) by the size of the result. In the larger one, each
+# result also reads inputs of its tile that lie outside of its window.
+MATRICES = {
+    2: (
+        np.array([[1, 0, 0, 0], [0, 1, -1, 1], [-1, 1, 1, 0], [0, 0, 0, -1]], float),
+        np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]], float),
+        np.array([[1, 0], [1, 1], [1, -1], [0, -1]], float),
+    ),
+    4: (
+        np.array(
+            [
+                [4, 0, 0, 0, 0, 0],
+                [0, -4, 4, -2, 2, 4],
+                [-5, -4, -4, -1, -1, 0],
+                [0, 1, -1, 2, -2, -5],
+                [1, 1, 1, 1, 1, 0],
+                [0, 0, 0, 0, 0, 1],
+            ],
+            float,
+        ),
+        np.array([[6, 0, 0], [-4, -4, -4], [-4, 4, -4], [1, 2, 4], [1, -2, 4], [0, 0, 24]]) / 24,
+        np.array(
+            [
+                [1, 0, 0, 0],
+                [1, 1, 1, 1],
+                [1, -1, 1, -1],
+                [1, 2, 4, 8],
+                [1, -2, 4, -8],
+                [0, 0, 0, 1],
+            ],
+            float,
+        ),
+    ),
+}
 
 
 def _transform(matrix, values):
@@ -39,29 +70,31 @@ def _tiles(values, size, step, counts):
     )
 
 
-def forward(x, kernel):
+def forward(x, kernel, tile=2):
     """Convolves ``x [N, C, H, W]`` with ``kernel [O, C, 3, 3]``, without padding."""
+    B, G, A = MATRICES[tile]
     out = [n - 2 for n in x.shape[2:]]
-    counts = [-(-n // 2) for n in out]
-    data = _transform(B.T, _tiles(x, 4, 2, counts))
+    counts = [-(-n // tile) for n in out]
+    data = _transform(B.T, _tiles(x, tile + 2, tile, counts))
     weights = _transform(G, jnp.moveaxis(kernel, (2, 3), (0, 1)))
     product = jnp.einsum("ijnchw,ijoc->ijnohw", data, weights, precision="highest")
-    y = _transform(A.T, product)  # [2, 2, N, O, h, w]
+    y = _transform(A.T, product)  # [tile, tile, N, O, h, w]
     y = y.transpose(2, 3, 4, 0, 5, 1)
-    y = y.reshape(*y.shape[:2], 2 * counts[0], 2 * counts[1])
+    y = y.reshape(*y.shape[:2], tile * counts[0], tile * counts[1])
     return y[..., : out[0], : out[1]]
 
 
-def kernel_gradient(x, cotangent):
+def kernel_gradient(x, cotangent, tile=2):
     """Returns ``[O, C, 3, 3]`` from ``x [N, C, H, W]`` and ``cotangent [N, O, H - 2, W - 2]``."""
-    counts = [-(-n // 2) for n in cotangent.shape[2:]]
-    data = _transform(B.T, _tiles(x, 4, 2, counts))
-    back = _transform(A, _tiles(cotangent, 2, 2, counts))
+    B, G, A = MATRICES[tile]
+    counts = [-(-n // tile) for n in cotangent.shape[2:]]
+    data = _transform(B.T, _tiles(x, tile + 2, tile, counts))
+    back = _transform(A, _tiles(cotangent, tile, tile, counts))
     product = jnp.einsum("ijnchw,ijnohw->ijoc", data, back, precision="highest")
     return jnp.moveaxis(_transform(G.T, product), (0, 1), (2, 3))
 
 
-def _convolve(x, kernel, params):
+def _convolve(x, kernel, params, tile):
     """Computes a convolution equation as the backend does, or returns None to leave it."""
     lhs, rhs, out = params["dimension_numbers"]
     ones = (*params["window_strides"], *params["lhs_dilation"], *params["rhs_dilation"])
@@ -76,10 +109,10 @@ def _convolve(x, kernel, params):
     result = tuple(n - k + 1 for n, k in zip(x.shape[2:], window, strict=True))
     if window == (3, 3):
         parts = zip(jnp.split(x, groups, 1), jnp.split(kernel, groups, 0), strict=True)
-        y = jnp.concatenate([forward(*part) for part in parts], 1)
+        y = jnp.concatenate([forward(*part, tile) for part in parts], 1)
     elif result == (3, 3) and groups == 1:
         # JAX writes the kernel gradient as a convolution over the images: C and N change places.
-        y = kernel_gradient(x.swapaxes(0, 1), kernel.swapaxes(0, 1)).swapaxes(0, 1)
+        y = kernel_gradient(x.swapaxes(0, 1), kernel.swapaxes(0, 1), tile).swapaxes(0, 1)
     else:
         return None
     return jnp.transpose(y, np.argsort(out))
@@ -106,7 +139,7 @@ def _is_jaxpr(value):
 _CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint"}
 
 
-def _run(jaxpr, consts, *arguments):
+def _run(jaxpr, consts, tile, *arguments):
     environment = dict(zip(jaxpr.constvars, consts, strict=True))
     environment.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -117,16 +150,16 @@ def _run(jaxpr, consts, *arguments):
         inputs = list(map(read, equation.invars))
         outputs = None
         if equation.primitive is lax.conv_general_dilated_p:
-            outputs = _convolve(*inputs, equation.params)
+            outputs = _convolve(*inputs, equation.params, tile)
             outputs = None if outputs is None else [outputs]
         elif any(map(_holds_convolution, _inner(equation))):
             if equation.primitive.name not in _CALLS:
                 raise ValueError(f"winograd.backend does not enter {equation.primitive}")
             body = next(_inner(equation))
             if hasattr(body, "jaxpr"):
-                outputs = _run(body.jaxpr, body.consts, *inputs)
+                outputs = _run(body.jaxpr, body.consts, tile, *inputs)
             else:
-                outputs = _run(body, (), *inputs)
+                outputs = _run(body, (), tile, *inputs)
         if outputs is None:
             params = equation.primitive.get_bind_params(equation.params)
             outputs = equation.primitive.bind(*inputs, **params)
@@ -135,14 +168,14 @@ def _run(jaxpr, consts, *arguments):
     return list(map(read, jaxpr.outvars))
 
 
-def backend(fun):
-    """Returns ``fun``, jitted, as a backend with Winograd convolutions computes it."""
+def backend(fun, tile=2):
+    """Returns ``fun``, jitted, as a backend with transforms F(tile x tile, 3x3) computes it."""
 
     @jax.jit
     @functools.wraps(fun)
     def wrapped(*args):
         closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        results = _run(closed.jaxpr, closed.consts, *jax.tree.leaves(args))
+        results = _run(closed.jaxpr, closed.consts, tile, *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return wrapped

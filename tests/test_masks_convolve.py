@@ -232,12 +232,15 @@ def test_dtypes(way, dtype):
     full = (np.asarray(v).astype(wide) for v in (x, kernel, cotangent))
     exact = reference(next(full), next(full), mask, params, next(full))
     epsilon = float(jnp.finfo(dtype).eps)
-    for a, b in zip(result, exact, strict=True):
+    for number, (a, b) in enumerate(zip(result, exact, strict=True)):
         assert a.dtype == dtype
-        # One rounding of the result, and of each of at most three partial gradients.
-        np.testing.assert_allclose(
-            np.asarray(a).astype(wide), b, rtol=4 * epsilon, atol=4 * epsilon * float(abs(b).max())
-        )
+        a, size = np.asarray(a).astype(wide), float(abs(b).max())
+        if number == 0 and dtype in ("bfloat16", "float16"):
+            # The sum over pieces, in float32, is rounded once.
+            np.testing.assert_allclose(a, b, rtol=0.51 * epsilon, atol=1e-6 * size)
+        else:
+            # Rounded, or in 16 bits a gradient for each of few pieces.
+            np.testing.assert_allclose(a, b, rtol=4 * epsilon, atol=4 * epsilon * size)
 
 
 def test_both_modes_and_second_order_by_pieces():

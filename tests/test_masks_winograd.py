@@ -22,12 +22,13 @@ def draw(seed, shape, scale=1.0):
     return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
-@pytest.mark.parametrize("padding", ["SAME", ((0, 0), (2, 1)), ((1, 2), (0, 0))])
-def test_the_emulation_is_a_convolution(padding):
+@pytest.mark.parametrize("tile", [2, 4])
+@pytest.mark.parametrize("padding", ["SAME", ((1, 2), (0, 0))])
+def test_the_emulation_is_a_convolution(padding, tile):
     x, kernel = draw(0, (2, 7, 6, 3)), draw(1, (3, 3, 3, 4))
     loss = lambda x, k: (conv(x, k, padding) ** 2).sum()  # noqa: E731
     plain = jax.value_and_grad(loss, (0, 1))(x, kernel)
-    emulated = winograd.backend(jax.value_and_grad(loss, (0, 1)))(x, kernel)
+    emulated = winograd.backend(jax.value_and_grad(loss, (0, 1)), tile)(x, kernel)
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(emulated), strict=True):
         # Float32 sums of 27 to 84 products, larger by the transforms' growth.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(abs(a).max()))
@@ -89,14 +90,18 @@ def test_kernel_gradients_do_not_see_masked_inputs():
 
 
 def test_square_rectangles_inside_larger_kernels():
-    # The taps that act are a 3x3 square: its transform would read one row below, a masked one.
+    # The taps that act are a 3x3 square, and F(4x4, 3x3) reads masked rows below it.
     mask = jnp.ones((5, 3, CHANNELS, CHANNELS)).at[3:].set(0)
     weight, x = draw(0, mask.shape, 0.03), draw(1, (1, 9, 5, CHANNELS))
-    fun = lambda w, x: conv(x, mask * w, ((4, 0), (1, 1)))  # noqa: E731
-    run = winograd.backend(exact_masks(fun))
-    for row in (0, 3, 4, 5, 8):
-        changed = x.at[:, : max(row - 4, 0)].add(9.0).at[:, max(row - 1, 0) :].add(9.0)
-        np.testing.assert_array_equal(run(weight, changed)[:, row], run(weight, x)[:, row])
+    whole = lambda w, x: conv(x[:, :-2], w[:3], ((4, 0), (1, 1)))  # noqa: E731
+    exact = exact_masks(lambda w, x: conv(x, mask * w, ((4, 0), (1, 1))))
+    for fun, leaks in ((whole, True), (exact, False)):
+        run = winograd.backend(fun, tile=4)
+        same = []
+        for row in (0, 3, 4, 5, 8):
+            changed = x.at[:, : max(row - 4, 0)].add(9.0).at[:, max(row - 1, 0) :].add(9.0)
+            same.append(np.array_equal(run(weight, changed)[:, row], run(weight, x)[:, row]))
+        assert all(same) is not leaks
 
 
 class PixelCNN(nn.Module):

@@ -105,8 +105,9 @@ def blocks(pattern: np.ndarray) -> list[Block]:
 def without_square_windows(rectangle: Rectangle) -> list[Rectangle]:
     """Cuts a rectangle until no two of its extents are equal and three or more.
 
-    Backends have Winograd transforms for square windows (3x3 and 5x5). These also read inputs just
-    *outside* the window, with a residue, and beside a rectangle lie the masked taps.
+    Backends have Winograd transforms for square windows (3x3 and 5x5). Those with results of 4x4
+    also read inputs just *outside* the window, with a residue, and beside a rectangle lie the
+    masked taps.
 
     Args:
       rectangle: any rectangle.

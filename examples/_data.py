@@ -16,7 +16,7 @@ MNIST_FILES = {
 
 
 class Data(NamedTuple):
-    """Images `[N, H, W, 1]` float32 in [-1, 1], and their labels `[N]` int32."""
+    """Images `[N, H, W, 1]` float32 in [0, 1], and their labels `[N]` int32."""
 
     train_images: np.ndarray
     train_labels: np.ndarray
@@ -98,5 +98,5 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
 
 
 def scaled(images: np.ndarray, largest: float) -> np.ndarray:
-    """Bring pixels from [0, largest] to [-1, 1], and add an axis for the channel."""
-    return (np.asarray(images, np.float32) * (2 / largest) - 1)[..., None]
+    """Bring pixels from [0, largest] to [0, 1], and add an axis for the channel."""
+    return (np.asarray(images, np.float32) / np.float32(largest))[..., None]

@@ -52,12 +52,8 @@ class Run:
         epsilon = self.epsilons[-1]
         if math.isinf(epsilon):
             return "none (no noise)"
-        return f"epsilon {epsilon:.3f} at delta {self.delta:g} + {self.overflow_delta:.0e}"
-
-    @property
-    def overflow_delta(self) -> float:
-        """What cutting samples that do not fit adds to delta."""
-        return self.plan.overflow_delta(self.epsilons[-1])
+        delta = self.plan.total_delta(self.delta, epsilon)
+        return f"epsilon {epsilon:.3f} at delta {delta:g}"
 
 
 def print_summary(run: Run) -> None:

@@ -4,9 +4,9 @@ Each step takes each example with probability q, by itself, so the size of a bat
 compiled step wants one size, the physical batch: what is missing is padding, and a sample that does
 not fit is cut at random. Cutting is not Poisson sampling; it is counted for the privacy as follows.
 If any step of the run overflows with probability p, cutting changes the distribution of the run by
-at most p in total variation, so a run that would be (epsilon, delta) private is (epsilon, delta +
-(1 + exp(epsilon)) * p) private. `plan` picks the physical batch such that p is a ten-thousandth of
-delta.
+at most p in total variation, so a run that would be (epsilon, delta) private is
+(epsilon, delta + (1 + exp(epsilon)) * p) private. `plan` picks the physical batch such that p is
+tiny, and the accounting keeps a thousandth of delta for it, which is enough up to an epsilon of 11.
 """
 
 import dataclasses
@@ -15,6 +15,10 @@ import math
 import numpy as np
 from dp_accounting import dp_event, mechanism_calibration, pld
 from scipy import stats
+
+# The share of delta that is kept for samples that do not fit, and the probability of one, in delta.
+RESERVE = 1e-3
+OVERFLOW = 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +51,10 @@ class Plan:
         """The number of steps of the run."""
         return self.steps_per_epoch * self.epochs
 
-    def overflow_delta(self, epsilon: float) -> float:
-        """Return what cutting samples that do not fit adds to delta."""
-        return (1 + math.exp(min(epsilon, 700))) * self.overflow_probability
+    def total_delta(self, delta: float, epsilon: float) -> float:
+        """Return the delta of the run, cut samples included: `delta`, unless epsilon is large."""
+        cut = (1 + math.exp(min(epsilon, 700))) * self.overflow_probability
+        return max(delta, min(1.0, (1 - RESERVE) * delta + cut))
 
 
 def plan(examples: int, batch_size: int, epochs: int, delta: float) -> Plan:
@@ -57,7 +62,7 @@ def plan(examples: int, batch_size: int, epochs: int, delta: float) -> Plan:
     steps_per_epoch = max(1, round(examples / batch_size))
     steps = steps_per_epoch * epochs
     sizes = stats.binom(examples, batch_size / examples)
-    physical = min(examples, int(sizes.isf(1e-4 * delta / steps)))
+    physical = min(examples, int(sizes.isf(OVERFLOW * delta / steps)))
     overflow = min(1.0, steps * float(sizes.sf(physical)))
     return Plan(examples, batch_size, steps_per_epoch, epochs, physical, overflow)
 
@@ -110,7 +115,7 @@ class Accountant:
         if self.noise_multiplier == 0:
             return math.inf
         self._accountant.compose(training_event(self.plan, self.noise_multiplier, steps))
-        return float(self._accountant.get_epsilon(self.delta))
+        return float(self._accountant.get_epsilon((1 - RESERVE) * self.delta))
 
 
 def calibrate(plan: Plan, target_epsilon: float, delta: float) -> float:
@@ -119,7 +124,7 @@ def calibrate(plan: Plan, target_epsilon: float, delta: float) -> float:
         pld.PLDAccountant,
         lambda noise: training_event(plan, noise, plan.steps),
         target_epsilon,
-        delta,
+        (1 - RESERVE) * delta,
         mechanism_calibration.LowerEndpointAndGuess(0.0, 1.0),
         tol=1e-3,
     )

@@ -1,5 +1,6 @@
 import gzip
 import math
+import os
 import pathlib
 import struct
 import subprocess
@@ -7,6 +8,9 @@ import sys
 
 import numpy as np
 import pytest
+from absl import app
+from absl import flags as absl_flags
+from dp_accounting import dp_event, rdp
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
 PROGRAM = EXAMPLES / "train_private.py"
@@ -14,6 +18,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import _data  # noqa: E402
 import _sampling  # noqa: E402
+import train_private  # noqa: E402
 
 
 def run(*flags, check=True):
@@ -22,17 +27,11 @@ def run(*flags, check=True):
         capture_output=True,
         text=True,
         cwd=EXAMPLES.parent,
-        env=environment(),
+        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "COLUMNS": "100"},
     )
     if check:
         assert result.returncode == 0, result.stderr
     return result
-
-
-def environment():
-    import os
-
-    return os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "COLUMNS": "100"}
 
 
 def write_idx(path, array):
@@ -54,7 +53,7 @@ def small_mnist(tmp_path):
     for name, array in parts.items():
         if "images" in name:
             large = np.zeros((len(array), 28, 28))
-            large[:, 2:26, 2:26] = np.kron((array[..., 0] + 1) * 127, np.ones((3, 3)))
+            large[:, 2:26, 2:26] = np.kron(array[..., 0] * 255, np.ones((3, 3)))
             array = large
         file = _data.MNIST_FILES[name]
         write_idx(tmp_path / (f"{file}.gz" if "train" in name else file), array)
@@ -67,7 +66,8 @@ def small_mnist(tmp_path):
 @pytest.fixture(scope="module")
 def digits_run(tmp_path_factory):
     plot = tmp_path_factory.mktemp("run") / "run.png"
-    return run("--epochs=12", "--target_epsilon=4", f"--plot={plot}").stdout, plot
+    flags = ("--epochs=12", "--batch_size=256", "--target_epsilon=4")
+    return run(*flags, f"--plot={plot}").stdout, plot
 
 
 def test_learns_digits_privately(digits_run):
@@ -77,7 +77,7 @@ def test_learns_digits_privately(digits_run):
     accuracies = [float(line.split("accuracy ")[1].split("%")[0]) for line in lines]
     epsilons = [float(line.split("epsilon ")[1].split(" ")[0]) for line in lines]
     # A wrong gradient, clip or sign stays near the 10 % of guessing.
-    assert accuracies[-1] > 85
+    assert accuracies[-1] > 80
     assert epsilons == sorted(epsilons)
     # Calibration to a thousandth of the noise spends the target nearly whole, and never more.
     assert 3.9 < epsilons[-1] <= 4
@@ -87,25 +87,33 @@ def test_prints_a_summary_and_draws_a_picture(digits_run):
     output, plot = digits_run
     for word in ("test accuracy", "noise multiplier", "physical batch", "samples cut", "0 (0)"):
         assert word in output
-    assert "at delta 0.0001 + " in output
+    assert "at delta 0.0001 " in output
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
 
 
-def test_microbatches_change_nothing_but_rounding():
-    flags = ("--epochs=1", "--noise_multiplier=0.7", "--seed=3")
-    whole, parts = (run(*flags, *more).stdout for more in ((), ("--microbatch_size=50",)))
-    first, second = (text.split("accuracy ")[1].split("%")[0] for text in (whole, parts))
-    assert first == second
+def parse(flags, monkeypatch):
+    """Parse flags as the program does, in this process: importing jax anew takes seconds."""
+    values = absl_flags.FlagValues()
+    monkeypatch.setattr(train_private, "FLAGS", values)
+    train_private.define_flags(values)
+    return values(["train_private.py", *flags])
 
 
-def test_mnist_files_and_no_privacy(small_mnist):
-    output = run(
-        "--dataset=mnist",
-        f"--data_dir={small_mnist}",
-        "--epochs=1",
-        "--batch_size=50",
-        "--noise_multiplier=0",
-    ).stdout
+def test_microbatches_change_nothing_but_rounding(monkeypatch):
+    runs = []
+    for more in ([], ["--microbatch_size=50"]):
+        parse(["--epochs=1", "--batch_size=300", "--noise_multiplier=0.7", *more], monkeypatch)
+        runs.append(train_private.train(_data.digits(), train_private.settings(1437)))
+    whole, parts = runs
+    # Rounding may tip one image of the 360 or two, and moves norms by parts in a million.
+    assert abs(whole.accuracies[-1] - parts.accuracies[-1]) < 0.006
+    np.testing.assert_allclose(whole.norms["after"], parts.norms["after"], rtol=1e-3)
+
+
+def test_mnist_files_and_no_privacy(small_mnist, monkeypatch, capsys):
+    flags = ["--dataset=mnist", f"--data_dir={small_mnist}", "--epochs=1", "--batch_size=50"]
+    train_private.main(parse([*flags, "--noise_multiplier=0"], monkeypatch))
+    output = capsys.readouterr().out
     assert "epsilon inf" in output and "none (no noise)" in output
     assert "200, 50" in output
 
@@ -132,16 +140,8 @@ def test_mnist_files_and_no_privacy(small_mnist):
     ],
 )
 def test_bad_flags(flags, message, monkeypatch):
-    """Parse flags as the program does; a subprocess for each would take a minute."""
-    import train_private
-    from absl import app
-    from absl import flags as absl_flags
-
-    values = absl_flags.FlagValues()
-    monkeypatch.setattr(train_private, "FLAGS", values)
-    train_private.define_flags(values)
     with pytest.raises((app.UsageError, absl_flags.Error), match=message):
-        train_private.main(values(["train_private.py", *flags]))
+        train_private.main(parse(flags, monkeypatch))
 
 
 def test_bad_flags_end_the_program_with_a_message():
@@ -158,7 +158,7 @@ def test_digits_are_split_without_overlap():
     data = _data.digits()
     assert data.train_images.shape == (1437, 8, 8, 1) and data.test_images.shape == (360, 8, 8, 1)
     assert data.train_images.dtype == np.float32 and data.train_labels.dtype == np.int32
-    assert data.train_images.min() == -1 and data.train_images.max() == 1
+    assert data.train_images.min() == 0 and data.train_images.max() == 1
     assert set(data.test_labels.tolist()) == set(range(10))
     train = {image.tobytes() for image in data.train_images}
     assert not any(image.tobytes() in train for image in data.test_images)
@@ -227,25 +227,25 @@ def test_overflow_is_cut_and_counted():
 
 
 def test_physical_batch_makes_overflow_rare():
-    for examples, batch_size in [(1437, 256), (60000, 1024), (200, 200)]:
+    for examples, batch_size in [(1437, 256), (60000, 1024)]:
         plan = _sampling.plan(examples, batch_size, epochs=15, delta=1e-5)
-        assert plan.overflow_probability <= 1e-9
-        assert plan.overflow_delta(3.0) <= 1e-5 / 100
+        assert plan.overflow_probability <= 1e-12
+        assert plan.total_delta(1e-5, epsilon=10.0) == 1e-5 < plan.total_delta(1e-5, epsilon=40.0)
     # No more can be drawn than there are.
+    plan = _sampling.plan(200, 200, epochs=1, delta=1e-5)
     assert plan.physical_batch_size == 200 and plan.overflow_probability == 0
     # Nor is it wasteful.
     plan = _sampling.plan(60000, 1024, epochs=15, delta=1e-5)
-    assert plan.physical_batch_size < 1024 + 8 * math.sqrt(1024)
+    assert plan.physical_batch_size < 1024 + 9 * math.sqrt(1024)
 
 
 def test_accounting_agrees_with_an_independent_bound():
-    from dp_accounting import rdp
-
     plan = _sampling.plan(60000, 1024, epochs=2, delta=1e-5)
     accountant = _sampling.Accountant(plan, 1.1, 1e-5)
     first, second = accountant.spend(plan.steps_per_epoch), accountant.spend(plan.steps_per_epoch)
     other = rdp.RdpAccountant()
-    other.compose(_sampling.training_event(plan, 1.1, plan.steps))
+    step = dp_event.PoissonSampledDpEvent(1024 / 60000, dp_event.GaussianDpEvent(1.1))
+    other.compose(step, 118)
     # Renyi differential privacy is an upper bound, looser by a fifth or so.
     assert first < second < other.get_epsilon(1e-5) < 1.5 * second
     assert _sampling.Accountant(plan, 0.0, 1e-5).spend(1) == math.inf

@@ -37,7 +37,10 @@ def test_exact_with_a_dropout_key_for_each_example(name):
     params = oracle.to_float64(params)
     keys = jax.random.split(jax.random.key(3), 3)
     batch = images(3, 8, 8, 1), jnp.array([1, 0, 9], jnp.int32), keys
-    modes.check(loss, params, *batch)
+    # Some layers of NNX round to float32 on the way, whatever they are given; the gradient of the
+    # key's bias in attention is zero but for that.
+    tolerance = 1e-6 if name == "nnx" else modes.TOLERANCE
+    modes.check(loss, params, *batch, tolerance=tolerance)
     same_key = batch[0], batch[1], keys[jnp.zeros(3, int)]
     gradients = [perex.grad_norms(loss)(params, *b) for b in (batch, same_key)]
     # The first example has the key that it had, the others do not.

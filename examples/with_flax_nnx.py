@@ -37,7 +37,8 @@ class Network(nnx.Module):
 
 def build():
     """Returns loss, predict and params, as `train` takes them."""
-    model = Network(nnx.Rngs(0))
+    # A stream of its own for dropout, so that the loss can give it the key of the example.
+    model = Network(nnx.Rngs(0, dropout=1))
     structure, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss(params, image, label, key):

@@ -215,6 +215,7 @@ NAMED = {
     "same_lower": Case((8, 8), (3, 3), padding="SAME_LOWER", stride=2),
     "depthwise_long": Case((64,), (5,), 16, 16, groups=16, padding=2),
     "depthwise_twice": Case((9, 9), (3, 3), 4, 8, groups=4, padding="SAME", images=2),
+    "depthwise_strided": Case((9, 50), (3, 2), 2, 2, groups=2, stride=(2, 3), padding=1),
     "many_small": Case((4, 4), (2, 2), 2, 3, batch=300),
     "transposed": Case((4, 4, 4), (3, 3, 3), 4, 2, interior=2, padding=((2, 1),) * 3),
     "patches": Case((8, 12), (4, 4), 3, 5, stride=4),

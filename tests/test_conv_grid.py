@@ -68,7 +68,10 @@ def _check_in_context(case: Case) -> None:
     expected = numpy_gradient(case, x, cotangent)
     if not case.negative:
         np.testing.assert_allclose(expected, loop(case, x, cotangent), rtol=1e-9, atol=1e-9)
-    found = jax.jit(_everything(case))(x, cotangent, jnp.asarray(weights))
+    # Compiling takes nearly all the time of these tests; the lowest level of LLVM halves it.
+    options = {"xla_backend_optimization_level": 0}
+    run = jax.jit(_everything(case), compiler_options=options)
+    found = run(x, cotangent, jnp.asarray(weights))
     squares = (np.abs(expected) ** 2).sum(tuple(range(1, expected.ndim)))
     total = np.tensordot(weights, expected, 1)
     # Terms of a Gram sum can be larger than the norm: their scale is what rounding is relative to.
@@ -99,18 +102,18 @@ def test_named_case(name: str) -> None:
 
 
 @given(cases(1))
-@settings(max_examples=12)
+@settings(max_examples=10)
 def test_grid_1d(case: Case) -> None:
     _check(case)
 
 
 @given(cases(2))
-@settings(max_examples=14)
+@settings(max_examples=12)
 def test_grid_2d(case: Case) -> None:
     _check(case)
 
 
 @given(cases(3))
-@settings(max_examples=6)
+@settings(max_examples=5)
 def test_grid_3d(case: Case) -> None:
     _check(case)

@@ -10,7 +10,7 @@ The body is traced once whatever ``B`` is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from perex._compat import manual_axes, vary_over
+
+_Carry = tuple[jax.Array, jax.Array]
 
 
 def chunk_size(batch: int, wanted: int) -> int:
@@ -57,6 +59,16 @@ def varying_zeros(shape: tuple[int, ...], dtype: Any, like: tuple[jax.Array, ...
     return vary_over(jnp.zeros(shape, dtype), axes)
 
 
+def _first() -> jax.Array:
+    # Unsigned, because a signed index is checked for being negative, in a kernel of its own.
+    return jnp.zeros((), jnp.uint32)
+
+
+def _take(parts: tuple[jax.Array, ...], i: jax.Array) -> Iterator[jax.Array]:
+    """The rows of step ``i``, ``[chunk, ...]`` of each ``[chunk, steps, ...]``."""
+    return (lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for part in parts)
+
+
 def map_chunks(
     function: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], wanted: int
 ) -> jax.Array:
@@ -79,12 +91,13 @@ def map_chunks(
     parts = tuple(_split(array, chunk, steps) for array in arrays)
     row = jax.eval_shape(function, *(jax.ShapeDtypeStruct(p[:, 0].shape, p.dtype) for p in parts))
 
-    def step(result: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-        rows = function(*(lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for part in parts))
-        return lax.dynamic_update_index_in_dim(result, rows, i, 1), None
+    def step(carry: _Carry, _: None) -> tuple[_Carry, None]:
+        i, result = carry
+        rows = function(*_take(parts, i))
+        return (i + 1, lax.dynamic_update_index_in_dim(result, rows, i, 1)), None
 
     start = varying_zeros((chunk, steps, *row.shape[1:]), row.dtype, arrays)
-    result, _ = lax.scan(step, start, jnp.arange(steps))
+    (_, result), _ = lax.scan(step, (_first(), start), None, length=steps)
     result = result.reshape(chunk * steps, *row.shape[1:])
     return result if chunk * steps == batch else result[:batch]
 
@@ -111,9 +124,10 @@ def sum_chunks(
     parts = tuple(_split(array, chunk, steps) for array in arrays)
     total = jax.eval_shape(function, *(jax.ShapeDtypeStruct(p[:, 0].shape, p.dtype) for p in parts))
 
-    def step(result: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-        rows = (lax.dynamic_index_in_dim(part, i, 1, keepdims=False) for part in parts)
-        return result + function(*rows), None
+    def step(carry: _Carry, _: None) -> tuple[_Carry, None]:
+        i, result = carry
+        return (i + 1, result + function(*_take(parts, i))), None
 
-    result, _ = lax.scan(step, varying_zeros(total.shape, total.dtype, arrays), jnp.arange(steps))
+    start = varying_zeros(total.shape, total.dtype, arrays)
+    (_, result), _ = lax.scan(step, (_first(), start), None, length=steps)
     return result

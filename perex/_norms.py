@@ -165,9 +165,13 @@ def _array_sum(leaf: jax.Array, weights: jax.Array) -> jax.Array:
             weights.astype(dtype), leaf.astype(dtype), 1, precision=jax.lax.Precision.HIGHEST
         )
 
+    def select():
+        return jnp.where(jnp.expand_dims(weights != 0, tuple(range(1, leaf.ndim))), leaf, 0)
+
     def selected():
-        keep = jnp.expand_dims(weights != 0, tuple(range(1, leaf.ndim)))
-        return product(jnp.where(keep, leaf, 0))
+        # A conditional, as XLA fuses a bare select into a small product, whose rounding changes:
+        # which examples are poisoned must not show in the others' sum.
+        return product(jax.lax.cond(jnp.any(weights == 0), select, lambda: leaf))
 
     total = product(leaf)
     return jax.lax.cond(jnp.all(jnp.isfinite(total)), lambda: total, selected)

@@ -80,7 +80,7 @@ def test_commands_name_what_exists():
     bad = [
         "pip install -e '.[none]'",
         "python examples/none.py",
-        "python tests/test_readme.py --none",
+        "python examples/benchmark.py --unheard_of",
     ]
     for line in bad:
         try:

@@ -1,14 +1,6 @@
 """What the tests ask about a jaxpr, bodies of inner jaxprs included."""
 
-from jax.extend import core
-
-
-def _inner(value):
-    if isinstance(value, core.ClosedJaxpr | core.Jaxpr):
-        yield getattr(value, "jaxpr", value)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _inner(item)
+from perex import _compat
 
 
 def equations(jaxpr):
@@ -16,9 +8,8 @@ def equations(jaxpr):
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for inner in _inner(value):
-                yield from equations(inner)
+        for inner in _compat.inner_jaxprs(equation.params):
+            yield from equations(inner)
 
 
 def largest_intermediate(jaxpr) -> int:

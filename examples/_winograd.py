@@ -115,7 +115,7 @@ def _convolve(x, kernel, params, tile):
         y = kernel_gradient(x.swapaxes(0, 1), kernel.swapaxes(0, 1), tile).swapaxes(0, 1)
     else:
         return None
-    return jnp.transpose(y, np.argsort(out))
+    return jnp.transpose(y, np.argsort(out).tolist())
 
 
 def _holds_convolution(jaxpr):
@@ -150,7 +150,8 @@ def _run(jaxpr, consts, tile, *arguments):
         inputs = list(map(read, equation.invars))
         outputs = None
         if equation.primitive is lax.conv_general_dilated_p:
-            outputs = _convolve(*inputs, equation.params, tile)
+            x, kernel = inputs
+            outputs = _convolve(x, kernel, equation.params, tile)
             outputs = None if outputs is None else [outputs]
         elif any(map(_holds_convolution, _inner(equation))):
             if equation.primitive.name not in _CALLS:

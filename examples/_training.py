@@ -18,11 +18,13 @@ from absl import flags
 
 import perex
 
-flags.DEFINE_integer("steps", 60, "Steps to train.", lower_bound=1)
-flags.DEFINE_integer("batch_size", 256, "Images a step.", lower_bound=1)
-flags.DEFINE_float("l2_norm_clip", 1.0, "The clip norm.", lower_bound=0)
-flags.DEFINE_float("noise_multiplier", 0.5, "Noise per clip norm.", lower_bound=0)
-FLAGS = flags.FLAGS
+FLAGS = flags.FlagValues()
+flags.DEFINE_integer("steps", 60, "Steps to train.", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer("batch_size", 256, "Images a step.", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_float("l2_norm_clip", 1.0, "The clip norm.", lower_bound=0, flag_values=FLAGS)
+flags.DEFINE_float(
+    "noise_multiplier", 0.5, "Noise per clip norm.", lower_bound=0, flag_values=FLAGS
+)
 
 
 class Result(NamedTuple):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import _data
+import _flags
 import _winograd
 import flax.linen as nn
 import jax
@@ -34,15 +35,25 @@ import perex
 
 matplotlib.use("agg")
 
-FLAGS = flags.FLAGS
-flags.DEFINE_string("data_dir", None, "directory with MNIST's IDX files; default: small digits")
-flags.DEFINE_integer("depth", 4, "number of 3x3 layers after the 7x7 one", lower_bound=1)
-flags.DEFINE_integer("features", 64, "channels of each layer", lower_bound=1)
-flags.DEFINE_integer("steps", 150, "training steps", lower_bound=0)
-flags.DEFINE_integer("batch_size", 32, "images a step", lower_bound=1)
-flags.DEFINE_float("learning_rate", 2e-3, "Adam's learning rate", lower_bound=0.0)
-flags.DEFINE_integer("seed", 0, "seed of the initial parameters and of the order of images")
-flags.DEFINE_string("plot", "receptive_field.png", "file that the picture is written to")
+FLAGS = flags.FlagValues()
+flags.DEFINE_string(
+    "data_dir", None, "directory with MNIST's IDX files; default: small digits", flag_values=FLAGS
+)
+flags.DEFINE_integer(
+    "depth", 4, "number of 3x3 layers after the 7x7 one", lower_bound=1, flag_values=FLAGS
+)
+flags.DEFINE_integer("features", 64, "channels of each layer", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_integer("steps", 150, "training steps", lower_bound=0, flag_values=FLAGS)
+flags.DEFINE_integer("batch_size", 32, "images a step", lower_bound=1, flag_values=FLAGS)
+flags.DEFINE_float(
+    "learning_rate", 2e-3, "Adam's learning rate", lower_bound=0.0, flag_values=FLAGS
+)
+flags.DEFINE_integer(
+    "seed", 0, "seed of the initial parameters and of the order of images", flag_values=FLAGS
+)
+flags.DEFINE_string(
+    "plot", "receptive_field.png", "file that the picture is written to", flag_values=FLAGS
+)
 
 
 class PixelCNN(nn.Module):
@@ -211,4 +222,5 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
+    _flags.publish(FLAGS)
     app.run(main)

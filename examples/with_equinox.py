@@ -6,10 +6,11 @@ themselves, and dropout takes the example's own key. BatchNorm has no place here
 mix the examples of a batch: `eqx.nn.GroupNorm`.
 """
 
+import _flags
 import equinox as eqx
 import jax
 import optax
-from _training import train
+from _training import FLAGS, train
 from absl import app
 
 
@@ -59,4 +60,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    _flags.publish(FLAGS)
     app.run(main)

@@ -7,11 +7,12 @@ none of that.
 
 from typing import Any
 
+import _flags
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from _training import train
+from _training import FLAGS, train
 from absl import app
 
 
@@ -50,4 +51,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    _flags.publish(FLAGS)
     app.run(main)

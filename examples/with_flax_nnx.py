@@ -5,9 +5,10 @@ keys of the module's random streams. The loss puts them together again, with the
 for dropout. BatchNorm has no place here, as its statistics mix the examples of a batch: GroupNorm.
 """
 
+import _flags
 import jax.numpy as jnp
 import optax
-from _training import train
+from _training import FLAGS, train
 from absl import app
 from flax import nnx
 
@@ -61,4 +62,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    _flags.publish(FLAGS)
     app.run(main)

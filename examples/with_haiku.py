@@ -5,11 +5,12 @@ The transformed function sees one example, as a batch of one where a module insi
 statistics mix the examples of a batch: GroupNorm or LayerNorm.
 """
 
+import _flags
 import haiku as hk
 import jax
 import jax.numpy as jnp
 import optax
-from _training import train
+from _training import FLAGS, train
 from absl import app
 
 
@@ -46,4 +47,5 @@ def main(argv):
 
 
 if __name__ == "__main__":
+    _flags.publish(FLAGS)
     app.run(main)

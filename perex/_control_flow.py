@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from perex import _compat
-
-_PARAM = 1
+from perex._regions import PARAM
 
 
 class _Inputs(NamedTuple):
@@ -77,9 +76,9 @@ def _body_inputs(
         zip(body.program.inputs, body.operands, strict=True)
     ):
         outer = equation.inputs[operand]
-        if plan.dependence[outer] != _PARAM:
+        if plan.dependence[outer] != PARAM:
             values[position] = environment[outer]
-        elif inner.dependence[variable] != _PARAM:
+        elif inner.dependence[variable] != PARAM:
             values[position] = differentiated[outer]
         else:
             if variable in inner.plain:

@@ -12,7 +12,8 @@ from typing import Any
 from perex import _compat
 from perex._trace import Equation, Program, flatten
 
-_PARAM, _DATA = 1, 2
+# What a variable depends on, as bits: parameters, the example.
+PARAM, DATA = 1, 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class Form:
             joined = list(bits)
             for number, position in enumerate(body.carries):
                 union = bits[position] | outputs[number]
-                joined[position] = union | _DATA if union & _PARAM else union
+                joined[position] = union | DATA if union & PARAM else union
             if joined == bits:
                 return bits
             bits = joined
@@ -83,17 +84,17 @@ class Form:
         self, equation: Equation, plans: Sequence[Any], bits: Sequence[int]
     ) -> tuple[set[int], set[int]]:
         """Returns the operands wanted as constants, and those wanted differentiable."""
-        plain = {equation.inputs[i] for i in self.selector if not bits[equation.inputs[i]] & _DATA}
+        plain = {equation.inputs[i] for i in self.selector if not bits[equation.inputs[i]] & DATA}
         differentiable: set[int] = set()
         for body, plan in zip(self.bodies, plans, strict=True):
             for inner, operand in zip(body.program.inputs, body.operands, strict=True):
                 outer = equation.inputs[operand]
                 if not bits[outer]:
                     plain.add(outer)
-                elif bits[outer] == _PARAM:
+                elif bits[outer] == PARAM:
                     if inner in plan.plain:
                         plain.add(outer)
-                    if inner in plan.differentiable or plan.dependence[inner] != _PARAM:
+                    if inner in plan.differentiable or plan.dependence[inner] != PARAM:
                         differentiable.add(outer)
         return plain, differentiable
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from perex import _regions
 from perex._masks import Found
+from perex._regions import DATA, PARAM
 from perex._rules import Site
 from perex._trace import Equation, Program
 
-PARAM, DATA = 1, 2
 ACTIVE = PARAM | DATA
 
 

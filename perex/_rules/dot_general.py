@@ -94,11 +94,6 @@ class DotGeneralRule:
     ones) and ``b [B, G, T, P]`` the cotangent, an example's gradient is ``sum_t a[t] b[t]^T``.
     """
 
-    def covers(self, site: Site) -> str | None:
-        """Returns why the rule does not apply, or None."""
-        del site
-        return None
-
     def per_example(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
     ) -> jax.Array:
@@ -158,7 +153,6 @@ class DotGeneralRule:
         """Folds the axis of repeats ``R``, second of every array, into the free axes."""
         (x,) = inputs
         layout = _Layout.of(site)
-        repeats = x.shape[1]
         # The repeats become a new first axis of x's free axes: in front of x, and in the result
         # right where the free axes of x begin.
         at = len(layout.x_batch) + (len(layout.w_free) if layout.parameter_first else 0)
@@ -183,7 +177,6 @@ class DotGeneralRule:
             operands=tuple(operands),
             out=jax.ShapeDtypeStruct(cotangent.shape[1:], cotangent.dtype),
         )
-        del repeats
         return merged, (x,), cotangent
 
 

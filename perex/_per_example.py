@@ -18,13 +18,12 @@ import numpy as np
 
 from perex import _norms, _ways
 from perex._norms import ScaledNorms
-from perex._rules.chunks import map_chunks, sum_chunks
-from perex._rules.outer_product import divide, sum_squares, unit_scale
+from perex._rules.chunks import cache_chunk, map_chunks, sum_chunks
+from perex._rules.scales import scaled_squares
 from perex._tied import norms_by_pairs
 from perex._uses import Use
 
-# A streamed norm or sum holds about this many bytes of per-example gradients at a time.
-_CHUNK_BYTES = 1 << 23
+_Puller = Callable[[jax.Array], jax.Array]
 
 
 @partial(
@@ -113,7 +112,7 @@ class PerExample:
             norms = self.uses[0].norms() if len(self.uses) == 1 else norms_by_pairs(self.uses)
             if norms is not None:
                 return norms
-        return ScaledNorms(*self._in_chunks(_chunk_norms).T)
+        return ScaledNorms(*self._in_chunks(scaled_squares).T)
 
     def square_norms(self) -> jax.Array:
         """Returns the squared L2 norm of each example's gradient.
@@ -166,6 +165,7 @@ class PerExample:
           The results joined, or added up if there are weights.
         """
         arrays, treedef = jax.tree.flatten(([use.factors for use in self.uses], self.dense))
+        pullers = [use.puller() for use in self.uses]
 
         def some(*arrays: jax.Array) -> jax.Array:
             factors, dense = treedef.unflatten(arrays[: treedef.num_leaves])
@@ -173,9 +173,10 @@ class PerExample:
                 dataclasses.replace(u, factors=f) for u, f in zip(self.uses, factors, strict=True)
             )
             part = dataclasses.replace(self, uses=uses, dense=dense, batch_size=arrays[0].shape[0])
-            return function(part.materialize(), *arrays[treedef.num_leaves :])
+            (gradients,) = _materialize([part], [pullers])
+            return function(gradients, *arrays[treedef.num_leaves :])
 
-        wanted = _chunk_size(self.uses, math.prod(self.leaf_shape))
+        wanted = _chunk_size(self.uses, math.prod(self.leaf_shape), self.batch_size)
         if weights is None:
             return map_chunks(some, tuple(arrays), wanted)
         return sum_chunks(some, (*arrays, weights), wanted)
@@ -198,34 +199,35 @@ class PerExample:
         return f"PerExample(shape={self.shape}, dtype={self.dtype}, {' + '.join(terms) or 'zero'})"
 
 
-def _chunk_norms(gradients: jax.Array) -> jax.Array:
-    """Returns scale and squares ``[b, 2]`` of the norms of gradients ``[b, *shape]``."""
-    scale = unit_scale(gradients)
-    return jnp.stack([scale, sum_squares(divide(gradients, scale, scale.dtype))], axis=1)
-
-
 def _chunk_sum(gradients: jax.Array, weights: jax.Array) -> jax.Array:
     used = jnp.expand_dims(weights != 0, tuple(range(1, gradients.ndim)))
     gradients = jnp.where(used, gradients, 0).astype(weights.dtype)
     return jnp.tensordot(weights, gradients, 1, precision=jax.lax.Precision.HIGHEST)
 
 
-def _chunk_size(uses: Sequence[Use], size: int) -> int:
+def _chunk_size(uses: Sequence[Use], size: int, batch_size: int) -> int:
     """Returns how many examples to hold gradients of, for a leaf of ``size`` entries."""
     sizes = [size, *(u.preparation.use.site.parameter.size for u in uses)]
-    return max(1, _CHUNK_BYTES // max(1, 4 * max(sizes)))
+    return cache_chunk(batch_size, 4 * max(sizes))
 
 
 def materialize_all(leaves: Sequence[PerExample]) -> list[jax.Array]:
     """Materialises several leaves; one operand's gradient is computed once for all its leaves."""
-    shared: dict[int, list[tuple[int, Use]]] = {}
+    return _materialize(leaves, [[use.puller() for use in leaf.uses] for leaf in leaves])
+
+
+def _materialize(
+    leaves: Sequence[PerExample], pullers: Sequence[Sequence[_Puller]]
+) -> list[jax.Array]:
+    """Materialises several leaves, with the puller of each of their uses."""
+    shared: dict[int, list[tuple[int, Use, _Puller]]] = {}
     for number, leaf in enumerate(leaves):
-        for use in leaf.uses:
-            shared.setdefault(id(use.factors), []).append((number, use))
+        for use, pull in zip(leaf.uses, pullers[number], strict=True):
+            shared.setdefault(id(use.factors), []).append((number, use, pull))
     terms: list[list[jax.Array]] = [[] for _ in leaves]
     for members in shared.values():
-        numbers, uses = zip(*members, strict=True)
-        for number, gradient in zip(numbers, _leaf_gradients(uses), strict=True):
+        numbers, uses, pulls = zip(*members, strict=True)
+        for number, gradient in zip(numbers, _leaf_gradients(uses, pulls), strict=True):
             terms[number].append(gradient)
     results = []
     for leaf, gradients in zip(leaves, terms, strict=True):
@@ -239,11 +241,11 @@ def materialize_all(leaves: Sequence[PerExample]) -> list[jax.Array]:
     return results
 
 
-def _leaf_gradients(uses: Sequence[Use]) -> list[jax.Array]:
+def _leaf_gradients(uses: Sequence[Use], pulls: Sequence[_Puller]) -> list[jax.Array]:
     """Returns the gradients ``[B, *leaf]`` of leaves that are prepared for one site."""
     if all(use.preparation.isometric for use in uses):
         gradient = uses[0].operand_gradient()
-        return [use.pull_back(gradient) for use in uses]
+        return [jax.vmap(pull)(gradient) for pull in pulls]
     # The operand can be far larger than its leaves (low-rank products), so the gradients of all
     # examples with respect to it must not exist at once.
     arrays, treedef = jax.tree.flatten(uses[0].factors)
@@ -251,7 +253,7 @@ def _leaf_gradients(uses: Sequence[Use]) -> list[jax.Array]:
     def pulled(*arrays: jax.Array) -> list[jax.Array]:
         factors = treedef.unflatten(arrays)
         gradient = dataclasses.replace(uses[0], factors=factors).operand_gradient()
-        return [use.pull_back(gradient) for use in uses]
+        return [jax.vmap(pull)(gradient) for pull in pulls]
 
     structs = jax.eval_shape(pulled, *arrays)
     dtype = jnp.result_type(*structs)
@@ -262,7 +264,7 @@ def _leaf_gradients(uses: Sequence[Use]) -> list[jax.Array]:
         flat = [x.reshape(x.shape[0], size).astype(dtype) for x, size in gradients]
         return jnp.concatenate(flat, axis=1)
 
-    joined = map_chunks(some, tuple(arrays), _chunk_size(uses, sum(sizes)))
+    joined = map_chunks(some, tuple(arrays), _chunk_size(uses, sum(sizes), arrays[0].shape[0]))
     parts = jnp.split(joined, np.cumsum(sizes)[:-1], axis=1)
     return [
         part.reshape(struct.shape).astype(struct.dtype)

@@ -9,7 +9,7 @@ is the same for all examples.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -180,16 +180,23 @@ class Preparation:
         """Whether the operand is the leaf itself."""
         return self.isometric and not steps(self.plan, self.use)
 
-    def pull_back(self, values: tuple[Any, ...], cotangent: jax.Array) -> jax.Array:
-        """Returns the cotangent of the leaf, for one example, from that of the operand.
+    def puller(
+        self, values: tuple[Any, ...], manual_axes: frozenset[Any]
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Returns the function from a cotangent of the operand to the cotangent of the leaf.
+
+        It is linear, of one example, and all that depends on values alone is computed now.
 
         Args:
           values: the values of `inputs`.
-          cotangent: like the operand, with an axis in front for each scan in which it differs from
-            step to step.
+          manual_axes: the manual mesh axes over which cotangents vary.
+
+        Returns:
+          A function of a cotangent like the operand, with an axis in front for each scan in which
+          it differs from step to step.
         """
         if self.is_identity:
-            return cotangent
+            return lambda cotangent: cotangent
         named = dict(zip(self.inputs, values, strict=True))
         aval = self.plan.program.avals[self.leaf]
         if self.isometric:
@@ -198,9 +205,9 @@ class Preparation:
         def operand(leaf: Any) -> Any:
             return prepare(self.plan, self.use.chain, self.use.variable, {**named, self.leaf: leaf})
 
-        axes = _compat.manual_axes(jax.typeof(cotangent))
-        _, pull = jax.vjp(operand, _compat.vary_over(jax.numpy.asarray(named[self.leaf]), axes))
-        return pull(cotangent)[0]
+        leaf = _compat.vary_over(jax.numpy.asarray(named[self.leaf]), manual_axes)
+        _, pull = jax.vjp(operand, leaf)
+        return lambda cotangent: pull(cotangent)[0]
 
     def _key(self) -> tuple[Any, ...]:
         use = self.use

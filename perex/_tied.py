@@ -28,18 +28,12 @@ import jax.numpy as jnp
 from perex import _compat, _ways
 from perex._norms import ScaledNorms, combine_norms
 from perex._preparation import Preparation, steps
-from perex._rules.chunks import map_chunks
-from perex._rules.outer_product import (
-    accumulate_dtype,
-    combine_scales,
-    divide,
-    product_seconds,
-    unit_scale,
-)
+from perex._rules.chunks import cache_chunk, map_chunks
+from perex._rules.outer_product import accumulate_dtype, product_seconds
+from perex._rules.scales import combine_scales, divide, unit_scale
 from perex._uses import Use
 
 _P = _compat.primitives
-_CHUNK_BYTES = 4 << 20
 
 
 class _Form(NamedTuple):
@@ -158,7 +152,7 @@ def _inner(left: _Form, right: _Form) -> jax.Array:
         return jnp.sum(products, axis=(1, 2))
 
     rows = arrays[0].shape[1] * arrays[len(keys)].shape[1]
-    return map_chunks(some, arrays, max(1, _CHUNK_BYTES // max(1, 8 * rows)))
+    return map_chunks(some, arrays, cache_chunk(arrays[0].shape[0], 8 * rows))
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:

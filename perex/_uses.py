@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex import _ways
+from perex import _compat, _ways
 from perex._evaluate import Factors
-from perex._norms import ScaledNorms
+from perex._norms import ScaledNorms, combine_columns
 from perex._preparation import Preparation
-from perex._rules.outer_product import combine_scales, divide, unit_scale
 from perex._rules.registry import per_example, weighted_sum
+from perex._rules.scales import combine_scales, divide, unit_scale
 
 
 @partial(
@@ -49,9 +49,10 @@ class Use:
         """Returns the gradient of the site's operand, ``[B, *stacked scans, *operand]``."""
         return self._by_step(per_example, 1)
 
-    def pull_back(self, gradient: jax.Array) -> jax.Array:
-        """Returns the gradient of the leaf ``[B, *leaf]`` from that of the operand."""
-        return jax.vmap(lambda g: self.preparation.pull_back(self.values, g))(gradient)
+    def puller(self) -> Callable[[jax.Array], jax.Array]:
+        """Returns the function from one example's operand gradient to that of the leaf."""
+        axes = _compat.manual_axes(jax.typeof(self.factors.cotangent))
+        return self.preparation.puller(self.values, axes)
 
     def norms(self) -> ScaledNorms | None:
         """Returns the norms ``[B]``, or None where only the gradients tell."""
@@ -72,7 +73,7 @@ class Use:
                 jax.lax.expand_dims(scale, range(1, squares.ndim)), squares.shape
             )
         shape = (squares.shape[0], math.prod(squares.shape[1:]))
-        return _over_steps(ScaledNorms(scale.reshape(shape), squares.reshape(shape)))
+        return combine_columns(ScaledNorms(scale.reshape(shape), squares.reshape(shape)))
 
     def weighted_sum(self, weights: jax.Array) -> jax.Array | None:
         """Returns the sum of weight times gradient ``[*leaf]``, or None if the rule offers none."""
@@ -96,11 +97,11 @@ class Use:
             return total
         operand = self.preparation.use.site.parameter.dtype
         parts = -(-jnp.finfo(total.dtype).nmant // (jnp.finfo(operand).nmant + 1))
-        pulled = None
+        pulled, pull = None, self.puller()
         for _ in range(parts):
             part = total.astype(operand)
             total = total - part.astype(total.dtype)
-            result = self.preparation.pull_back(self.values, part).astype(total.dtype)
+            result = pull(part).astype(total.dtype)
             pulled = result if pulled is None else pulled + result
         return pulled  # type: ignore[return-value]
 
@@ -181,15 +182,6 @@ def _scaled(factors: Factors) -> tuple[jax.Array, Factors]:
             cotangent = divide(cotangent, scale_x, cotangent.dtype)
             scale = combine_scales(scale, scale_x)
     return scale, Factors(inputs, cotangent)
-
-
-def _over_steps(norms: ScaledNorms) -> ScaledNorms:
-    """Combines norms ``[B, S]`` of parts to the norms ``[B]`` of the whole."""
-    if norms.squares.shape[1] == 1:
-        return ScaledNorms(norms.scale[:, 0], norms.squares[:, 0])
-    scale = jnp.max(norms.scale, axis=1, initial=0)
-    ratio = norms.scale / jnp.where(scale == 0, 1, scale)[:, None]
-    return ScaledNorms(scale, jnp.sum(norms.squares * ratio * ratio, axis=1))
 
 
 def merge_uses(uses: Sequence[Use], merged: dict[Any, Use] | None = None) -> tuple[Use, ...]:

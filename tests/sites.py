@@ -8,8 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from perex._rules import Site
+from perex._rules import Site, chunks
+from perex._rules.conv import depthwise
 
 
 def site_of(fun: Callable[..., Any], argument: int, *operands: Any) -> Site:
@@ -90,3 +92,10 @@ def check_repeats(rule: Any, site: Site, inputs: Any, cotangent: Any, rtol: floa
     assert merged.out.shape == cotangent.shape[1:]
     assert [s.shape for s in merged.inputs] == [x.shape[1:] for x in inputs]
     check_rule(rule, merged, inputs, cotangent, expected, rtol)
+
+
+def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes all chunks as small as they can be: an example for each device."""
+    for name in ("_WHOLE_BYTES", "_CHUNK_BYTES", "_FEW_BYTES"):
+        monkeypatch.setattr(chunks, name, 0)
+    monkeypatch.setattr(depthwise, "_CHUNK_BYTES", 0)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sites
 from conv_cases import NAMED, Case, numpy_gradient
 
 from perex._rules.conv import ConvRule, choose, describe, norms, register_conv_algorithm
@@ -39,8 +40,7 @@ def test_examples_do_not_touch_each_other(
     algorithm: str, dtype: str, small_chunks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if small_chunks:
-        for module in (choose.unfold, choose.taps, choose.depthwise, norms):
-            monkeypatch.setattr(module, "_CHUNK_BYTES", 1)
+        sites.one_at_a_time(monkeypatch)
     with _x64(dtype):
         case = _case(algorithm, dtype)
         if algorithm == "grouped":

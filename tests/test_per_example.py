@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import sites
 from losses import batch, normal
 from oracle import assert_trees_close, loop
 from test_grad_norms import EACH, LARGE, norms_of
@@ -155,10 +156,11 @@ def test_repeated_uses_become_one():
     assert len(gradient.uses) == 2
 
 
-@pytest.mark.parametrize("chunk_bytes", [1, 1 << 30])
+@pytest.mark.parametrize("small_chunks", [False, True])
 @pytest.mark.parametrize("name", ["tied", "standardised", "convolution"])
-def test_streaming_in_chunks_changes_rounding_only(name, chunk_bytes, monkeypatch):
-    monkeypatch.setattr(_per_example, "_CHUNK_BYTES", chunk_bytes)
+def test_streaming_in_chunks_changes_rounding_only(name, small_chunks, monkeypatch):
+    if small_chunks:
+        sites.one_at_a_time(monkeypatch)
     monkeypatch.setattr(_per_example, "norms_by_pairs", lambda uses: None)
     *_, gradient = factored(LARGE[name])
     array = np.float64(gradient.materialize())

@@ -21,6 +21,31 @@ from perex._compat import manual_axes, vary_over
 
 _Carry = tuple[jax.Array, jax.Array]
 
+# Measured in whole models on two CPU cores with 1 MiB of second-level cache each and 32 MiB of
+# third-level cache: temporaries of up to 4 MiB are best made at once, without a loop; beyond, in
+# chunks of about 2 MiB and of two examples at least. (A single layer whose arrays are in cache
+# already likes three times as much. In a model, memory that is written anew costs more.)
+_WHOLE_BYTES = 4 << 20
+_CHUNK_BYTES = 2 << 20
+_FEW, _FEW_BYTES = 2, 24 << 20
+
+
+def cache_chunk(batch: int, held: int, kept: int = 0) -> int:
+    """Number of examples whose temporaries stay in a CPU's cache together.
+
+    Args:
+      batch: B.
+      held: bytes of temporaries of one example.
+      kept: bytes of its result, which exist for the whole batch in the end.
+
+    Returns:
+      A number from 1 to ``max(batch, 1)``.
+    """
+    if batch * held <= _WHOLE_BYTES:
+        return max(batch, 1)
+    row = held + kept
+    return min(batch, max(1, _CHUNK_BYTES // row, min(_FEW, _FEW_BYTES // row)))
+
 
 def chunk_size(batch: int, wanted: int) -> int:
     """Number of examples to take at a time.

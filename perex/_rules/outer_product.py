@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from perex._rules.chunks import map_chunks
+from perex._rules.chunks import cache_chunk, map_chunks
+from perex._rules.scales import divide, scaled_squares, sum_squares, undo_scales, unit_scale
 
 __all__ = [
     "accumulate_dtype",
@@ -29,20 +30,20 @@ __all__ = [
     "per_example",
     "scaled_norms",
     "square_norms",
-    "unit_scale",
     "weighted_sum",
 ]
 
-_CHUNK_BYTES = 4 << 20
-
-# Two CPU cores, float32: a matrix product of side 64 and more runs at 80 to 150 GFLOP/s, from cache
-# a core moves some 30 GB/s, and the first write to new memory some 4 GB/s (page faults). Each
-# product of a batch costs a microsecond or two on top.
-_FLOPS = 1.0e11
-_CACHE = 3.0e10
-_FRESH = 4.0e9
-_READ = 1.5e10
-_CALL = 1.5e-6
+# Two CPU cores with AVX-512, float32: a matrix product of side 64 and more runs at 200 to 350
+# GFLOP/s, its operands come from cache at some 80 GB/s, memory is read at 20 GB/s, and the first
+# write to new memory runs at 2 GB/s (page faults). Each product of a batch costs about a
+# microsecond on top. Half the cores or shorter vectors slow all but the memory down alike.
+_FLOPS = 2.8e11
+_CACHE = 8.0e10
+_FRESH = 2.2e9
+_READ = 2.0e10
+_CALL = 7.0e-7
+# Gradients of a batch that are this small stay in cache until they are weighted.
+_RESIDENT_BYTES = 4 << 20
 
 
 def accumulate_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
@@ -84,7 +85,7 @@ def estimate(groups: int, positions: int, depth: int, outputs: int, batch: int) 
     size = groups * depth * outputs
     one = groups * product_seconds(depth, positions, outputs)
     total = groups * product_seconds(depth, batch * positions, outputs)
-    resident = batch * size * 4 <= _CHUNK_BYTES
+    resident = batch * size * 4 <= _RESIDENT_BYTES
     write = 4 * size / (_CACHE if resident else _FRESH)
     read = 4 * size / (_CACHE if resident else _READ)
     if positions == 1:
@@ -151,36 +152,6 @@ def weighted_sum(
     )
 
 
-def unit_scale(array: jax.Array) -> jax.Array:
-    """A power of two near the largest entry of every example.
-
-    Dividing by it keeps squares in range and changes no digit. It is 1 for an example
-    that is all zero or not finite, and no gradient flows through it.
-
-    Args:
-      array: ``[B, ...]``, real or complex.
-
-    Returns:
-      ``[B]`` of the real type, at least float32.
-    """
-    array = lax.stop_gradient(array)
-    axes = tuple(range(1, array.ndim))
-    parts = (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
-    peaks = [jnp.max(jnp.abs(part), axis=axes, initial=0) for part in parts]
-    peak = peaks[0] if len(peaks) == 1 else jnp.maximum(*peaks)
-    peak = peak.astype(jnp.promote_types(peak.dtype, jnp.float32))
-    info = jnp.finfo(peak.dtype)
-    _, exponent = jnp.frexp(peak)
-    # Both the scale and its inverse must be normal numbers.
-    scale = jnp.ldexp(jnp.ones_like(peak), jnp.clip(exponent, info.minexp + 2, -info.minexp - 2))
-    return jnp.where((peak > 0) & jnp.isfinite(peak), scale, 1)
-
-
-def divide(array: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """``array / scale`` of type ``dtype``, with one scale ``[B]`` for each example."""
-    return array.astype(dtype) * lax.expand_dims(1 / scale, range(1, array.ndim)).astype(dtype)
-
-
 def gram_squares(a: jax.Array, b: jax.Array) -> jax.Array:
     """Squared norms ``[B]`` from inner products of positions; never below zero.
 
@@ -209,14 +180,6 @@ def gram_squares(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.maximum(jnp.sum(products, axis=1), 0)
 
 
-def sum_squares(array: jax.Array) -> jax.Array:
-    """Sum of squared magnitudes of every example, ``[B, ...]`` to ``[B]``."""
-    array = array.reshape(array.shape[0], -1)
-    if jnp.iscomplexobj(array):
-        return jnp.sum(array.real**2 + array.imag**2, axis=1)
-    return jnp.sum(array * array, axis=1)
-
-
 def scaled_norms(
     a: jax.Array, b: jax.Array, *, precision: lax.PrecisionLike = None, way: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -240,17 +203,17 @@ def scaled_norms(
         way = "gram" if seconds["gram"] <= seconds["stream"] else "stream"
 
     def some(a: jax.Array, b: jax.Array) -> jax.Array:
+        if way == "stream":
+            return scaled_squares(per_example(a, b, precision=precision))
         scale_a, scale_b = unit_scale(a), unit_scale(b)
         a, b = divide(a, scale_a, dtype), divide(b, scale_b, dtype)
-        if way == "gram" and positions == 1:
+        if positions == 1:
             # Both [b, G]; with one position the gradient is one outer product.
             norms = (sum_squares(v.reshape(-1, v.shape[3])) for v in (a, b))
             left, right = (norm.reshape(-1, groups) for norm in norms)
             squares = jnp.sum(left * right, axis=1)
-        elif way == "gram":
-            squares = gram_squares(a, b)
         else:
-            squares = sum_squares(per_example(a, b, precision=precision))
+            squares = gram_squares(a, b)
         return undo_scales(scale_a, scale_b, squares)
 
     if 0 in (batch, groups, positions, depth, outputs):
@@ -258,34 +221,8 @@ def scaled_norms(
         return zeros + 1, zeros
     held = positions**2 * 2 if way == "gram" else depth * outputs
     row = groups * (held + positions * (depth + outputs)) * jnp.dtype(dtype).itemsize
-    result = map_chunks(some, (a, b), max(1, _CHUNK_BYTES // row))
+    result = map_chunks(some, (a, b), cache_chunk(batch, row))
     return result[:, 0], result[:, 1]
-
-
-def combine_scales(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Product of two powers of two ``[B]``, kept within the range of normal numbers.
-
-    `undo_scales` also accounts for what a bound cuts off.
-    """
-    info = jnp.finfo(left.dtype)
-    return jnp.clip(left * right, float(info.tiny), 2.0 ** (info.maxexp - 1))
-
-
-def undo_scales(left: jax.Array, right: jax.Array, squares: jax.Array) -> jax.Array:
-    """Joins the scales of two factors with the squares of their scaled product.
-
-    Args:
-      left: powers of two ``[B]``.
-      right: powers of two ``[B]``.
-      squares: ``[B]``, around 1.
-
-    Returns:
-      ``[B, 2]``: one scale, a power of two and a normal number, and the squares that belong to it.
-      Where ``left * right`` is out of range, the squares take what the scale cannot.
-    """
-    scale = combine_scales(left, right)
-    rest = (left / scale) * right
-    return jnp.stack([scale, squares * rest * rest], axis=1)
 
 
 def square_norms(

@@ -57,9 +57,9 @@ from perex._rules.outer_product import product_seconds
 
 Run = Callable[..., jax.Array]
 
-_COPY = 1.0e10
-_FRESH = 4.0e9
-_CACHE = 3.0e10
+_COPY = 4.0e10
+_FRESH = 2.2e9
+_CACHE = 8.0e10
 _LOOP = 2.0e-5
 
 # What the examples of a chunk may take together where there is no small cache to stay in.
@@ -74,13 +74,13 @@ class Algorithm:
       per_example: ``(conv, x [B, N, *S, G, C], cotangent [B, N, *O, G, P]) -> [B, *K, G, C, P]``.
       covers: ``conv -> None`` or the reason why it does not apply.
       seconds: ``(conv, batch) -> seconds`` on a CPU, estimated; None keeps it out of ``"auto"``.
-      chunk: ``conv -> examples at a time`` on a CPU, for algorithms that take ``chunk=``.
+      chunk: ``(conv, batch) -> examples at a time`` on a CPU, for algorithms that take ``chunk=``.
     """
 
     per_example: Run
     covers: Callable[[Convolution], str | None] = lambda conv: None
     seconds: Callable[[Convolution, int], float] | None = None
-    chunk: Callable[[Convolution], int] | None = None
+    chunk: Callable[[Convolution, int], int] | None = None
 
 
 def _output_seconds(conv: Convolution, batch: int) -> float:
@@ -97,7 +97,9 @@ def unfold_seconds(conv: Convolution, batch: int) -> float:
     product = product_seconds(conv.depth, conv.positions, conv.features, conv.itemsize)
     one = conv.groups * product + 2 * unfold.patch_bytes(conv) / _COPY
     return (
-        batch * one + _output_seconds(conv, batch) + _loop_seconds(batch, unfold.cache_chunk(conv))
+        batch * one
+        + _output_seconds(conv, batch)
+        + _loop_seconds(batch, unfold.cache_chunk(conv, batch))
     )
 
 
@@ -106,7 +108,11 @@ def taps_seconds(conv: Convolution, batch: int) -> float:
     product = product_seconds(conv.channels, conv.positions, conv.features, conv.itemsize)
     copied = conv.itemsize * conv.channels * (2 * conv.positions + conv.features)
     one = conv.taps * conv.groups * (product + copied / _COPY)
-    return batch * one + _output_seconds(conv, batch) + _loop_seconds(batch, taps.cache_chunk(conv))
+    return (
+        batch * one
+        + _output_seconds(conv, batch)
+        + _loop_seconds(batch, taps.cache_chunk(conv, batch))
+    )
 
 
 def grouped_seconds(conv: Convolution, batch: int) -> float:
@@ -124,7 +130,7 @@ def depthwise_seconds(conv: Convolution, batch: int) -> float:
     return (
         batch * depthwise.gradient_seconds(conv)
         + _output_seconds(conv, batch)
-        + _loop_seconds(batch, depthwise.cache_chunk(conv))
+        + _loop_seconds(batch, depthwise.cache_chunk(conv, batch))
     )
 
 
@@ -246,7 +252,7 @@ def per_example(conv: Convolution, choice: Any, x: jax.Array, cotangent: jax.Arr
         other_name = "unfold"
     other = ALGORITHMS[other_name] if other_name in ALGORITHMS else algorithm
     if other_name == name and (
-        algorithm.chunk is None or chunk_size(batch, algorithm.chunk(conv)) >= batch
+        algorithm.chunk is None or chunk_size(batch, algorithm.chunk(conv, batch)) >= batch
     ):
         return run(x, cotangent)
     return by_platform(

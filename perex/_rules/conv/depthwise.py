@@ -39,18 +39,18 @@ def _block(conv: Convolution) -> int:
     )
 
 
-def cache_chunk(conv: Convolution) -> int:
+def cache_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples whose accumulators stay in cache together."""
     if not conv.out:
-        return _CHUNK_BYTES
+        return max(batch, 1)
     width = math.prod(conv.out[1:]) * conv.images * _block(conv)
     size = conv.taps * width * conv.groups * conv.features * conv.itemsize
-    return max(1, _CHUNK_BYTES // max(1, size))
+    return min(max(batch, 1), max(1, _CHUNK_BYTES // max(1, size)))
 
 
 def gradient_seconds(conv: Convolution) -> float:
     """Estimated seconds of one example on a CPU: a pass for every kernel position, in cache."""
-    return conv.taps * conv.itemsize * conv.groups * conv.positions * conv.features / 1.0e10
+    return conv.taps * conv.itemsize * conv.groups * conv.positions * conv.features / 2.3e10
 
 
 def gradient(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -97,7 +97,7 @@ def per_example(
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
         return gradient(conv, x, cotangent)
 
-    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv))
+    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv, x.shape[0]))
 
 
 def weighted_sum(
@@ -118,4 +118,4 @@ def weighted_sum(
     def some(x: jax.Array, cotangent: jax.Array, weights: jax.Array) -> jax.Array:
         return jnp.sum(gradient(conv, *weigh(conv, x, cotangent, weights)), axis=0)
 
-    return sum_chunks(some, (x, cotangent, weights), cache_chunk(conv))
+    return sum_chunks(some, (x, cotangent, weights), cache_chunk(conv, x.shape[0]))

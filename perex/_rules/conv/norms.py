@@ -19,22 +19,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from perex._rules import outer_product
+from perex._rules import chunks, outer_product
 from perex._rules.chunks import map_chunks
 from perex._rules.conv import depthwise, unfold
 from perex._rules.conv.normal_form import Convolution
-from perex._rules.outer_product import divide, product_seconds, sum_squares, undo_scales, unit_scale
+from perex._rules.outer_product import product_seconds
+from perex._rules.scales import divide, scaled_squares, undo_scales, unit_scale
 
-_CHUNK_BYTES = 4 << 20
 # Adding shifted views of the pixel pairs, in float32 on two CPU cores: bytes a second.
-_SHIFTED = 8.0e9
+_SHIFTED = 2.5e10
 
 
 def gram_seconds(conv: Convolution) -> dict[str, float]:
     """Estimated seconds of one example's inner products of patches, by the way to get them."""
     pairs, pixels = conv.positions**2, (conv.images * math.prod(conv.spatial)) ** 2
     patches = conv.groups * product_seconds(conv.positions, conv.depth, conv.positions)
-    patches += 2 * unfold.patch_bytes(conv) / 1e10
+    patches += 2 * unfold.patch_bytes(conv) / 4e10
     seconds = {"patches": patches}
     # Pairs of a spread-out image would mostly be zeros.
     if all(spread == 1 for spread in conv.interior) and conv.taps > 1:
@@ -55,7 +55,7 @@ def estimate(conv: Convolution, batch: int) -> dict[str, float]:
     """
     seconds = outer_product.estimate(conv.groups, conv.positions, conv.depth, conv.features, batch)
     # What the plain outer product does not have: patches, once for each pass over the input.
-    patches = batch * 2 * unfold.patch_bytes(conv) / 1e10
+    patches = batch * 2 * unfold.patch_bytes(conv) / 4e10
     right = conv.groups * (
         product_seconds(conv.positions, conv.features, conv.positions)
         + 4 * conv.positions**2 / _SHIFTED
@@ -104,9 +104,11 @@ def scaled_norms(
       Inf squares.
     """
     way = _resolve(conv, x.shape[0], way)
-    squares_of = {"stream": _stream, "patches": _patches, "pixels": _pixels}[way]
 
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        if way == "stream":
+            return scaled_squares(_gradient(conv, x, cotangent))
+        squares_of = {"patches": _patches, "pixels": _pixels}[way]
         scale_x, scale_c = unit_scale(x), unit_scale(cotangent)
         x, cotangent = divide(x, scale_x, conv.dtype), divide(cotangent, scale_c, conv.dtype)
         return undo_scales(scale_x, scale_c, squares_of(conv, x, cotangent))
@@ -132,18 +134,18 @@ def cache_chunk(conv: Convolution, batch: int, way: str | None = None) -> int:
     held = unfold.patch_bytes(conv)
     if way == "stream":
         if _is_depthwise(conv):
-            return depthwise.cache_chunk(conv)
+            return depthwise.cache_chunk(conv, batch)
         held += conv.kernel_size * conv.itemsize
     else:
         pixels = (conv.images * math.prod(conv.padded)) ** 2 if way == "pixels" else 0
         held += conv.groups * conv.itemsize * (2 * conv.positions**2 + 2 * pixels)
-    return max(1, _CHUNK_BYTES // held)
+    return chunks.cache_chunk(batch, held)
 
 
-def _stream(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+def _gradient(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
     if _is_depthwise(conv):
-        return sum_squares(depthwise.gradient(conv, x, cotangent))
-    return sum_squares(unfold.product(conv, unfold.patches(conv, x), cotangent))
+        return depthwise.gradient(conv, x, cotangent)
+    return unfold.product(conv, unfold.patches(conv, x), cotangent)
 
 
 def _patches(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:

@@ -13,17 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from perex._rules import chunks
 from perex._rules.chunks import map_chunks
 from perex._rules.conv.normal_form import Convolution, pad_input, tap
 
-_CHUNK_BYTES = 4 << 20
 
-
-def cache_chunk(conv: Convolution) -> int:
+def cache_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples whose inputs, cotangents and gradients stay in cache together."""
     rows = conv.positions * (conv.channels + conv.features)
     size = conv.groups * (rows + conv.depth * conv.features) * conv.itemsize
-    return max(1, _CHUNK_BYTES // max(1, size))
+    return chunks.cache_chunk(batch, size)
 
 
 def per_example(
@@ -60,4 +59,4 @@ def per_example(
         result = jnp.stack(products, axis=1)
         return result.reshape(x.shape[0], *conv.kernel, *result.shape[2:])
 
-    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv))
+    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv, x.shape[0]))

@@ -15,25 +15,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from perex._rules import chunks
 from perex._rules.chunks import map_chunks, sum_chunks
 from perex._rules.conv.normal_form import Convolution, pad_input
 
-# Patches and product of one chunk should stay in the outer cache of one core.
-_CHUNK_BYTES = 2 << 20
 # One product over several examples pays from about this many rows on.
 _SUM_ROWS = 512
 
 
-def cache_chunk(conv: Convolution) -> int:
+def cache_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples whose patches and gradients stay in cache together."""
-    gradient = conv.kernel_size * conv.itemsize
-    size = patch_bytes(conv) + gradient
-    return max(1, _CHUNK_BYTES // max(1, size))
+    return chunks.cache_chunk(batch, patch_bytes(conv), conv.kernel_size * conv.itemsize)
 
 
-def sum_chunk(conv: Convolution) -> int:
+def sum_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples to sum over in one product."""
-    return max(cache_chunk(conv), -(-_SUM_ROWS // max(1, conv.positions)))
+    wanted = chunks.cache_chunk(batch, patch_bytes(conv))
+    return max(wanted, -(-_SUM_ROWS // max(1, conv.positions)))
 
 
 def patches(conv: Convolution, x: jax.Array) -> jax.Array:
@@ -96,7 +94,7 @@ def per_example(
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
         return product(conv, patches(conv, x), cotangent)
 
-    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv))
+    return map_chunks(some, (x, cotangent), chunk or cache_chunk(conv, x.shape[0]))
 
 
 def weighted_sum(
@@ -126,7 +124,7 @@ def weighted_sum(
         cotangent = cotangent.reshape(1, -1, *cotangent.shape[2:])
         return product(conv, patches(conv, x), cotangent)[0]
 
-    return sum_chunks(some, (x, cotangent, weights), chunk or sum_chunk(conv))
+    return sum_chunks(some, (x, cotangent, weights), chunk or sum_chunk(conv, x.shape[0]))
 
 
 def weigh(

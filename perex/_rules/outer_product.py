@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from perex._rules.chunks import cache_chunk, map_chunks
-from perex._rules.scales import divide, scaled_squares, sum_squares, undo_scales, unit_scale
+from perex._rules.scales import divide, inner_products, scaled_squares, sum_squares, undo_scales, unit_scale
 
 __all__ = [
     "accumulate_dtype",
@@ -176,8 +176,7 @@ def gram_squares(a: jax.Array, b: jax.Array) -> jax.Array:
             preferred_element_type=dtype,
         )
 
-    products = jnp.real(gram(a) * gram(b)).reshape(a.shape[0], -1)
-    return jnp.maximum(jnp.sum(products, axis=1), 0)
+    return jnp.maximum(inner_products(gram(a), jnp.conj(gram(b))), 0)
 
 
 def scaled_norms(

@@ -12,7 +12,7 @@ few examples, squares them and drops them.
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
 
 import jax
@@ -22,9 +22,15 @@ from jax import lax
 from perex._rules import chunks, outer_product
 from perex._rules.chunks import map_chunks
 from perex._rules.conv import depthwise, unfold
-from perex._rules.conv.normal_form import Convolution
+from perex._rules.conv.normal_form import Convolution, pad_input
 from perex._rules.outer_product import product_seconds
-from perex._rules.scales import divide, scaled_squares, undo_scales, unit_scale
+from perex._rules.scales import (
+    divide,
+    inner_products,
+    scaled_squares,
+    undo_scales,
+    unit_scale,
+)
 
 # Adding shifted views of the pixel pairs, in float32 on two CPU cores: bytes a second.
 _SHIFTED = 2.5e10
@@ -32,7 +38,7 @@ _SHIFTED = 2.5e10
 
 def gram_seconds(conv: Convolution) -> dict[str, float]:
     """Estimated seconds of one example's inner products of patches, by the way to get them."""
-    pairs, pixels = conv.positions**2, (conv.images * math.prod(conv.spatial)) ** 2
+    pairs, pixels = conv.positions**2, (conv.images * math.prod(conv.padded)) ** 2
     patches = conv.groups * product_seconds(conv.positions, conv.depth, conv.positions)
     patches += 2 * unfold.patch_bytes(conv) / 4e10
     seconds = {"patches": patches}
@@ -157,30 +163,20 @@ def _patches(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array
 
 
 def _pixels(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
-    left, right = _pairs(x), _pairs(cotangent)
-    # [b, G, N, *S, N, *S]: zeros around both images, then the same kernel position in both.
-    batch, groups, images = left.shape[:3]
-    if any(low or high for low, high in conv.pads):
-        shape = (batch, groups, images, *conv.padded, images, *conv.padded)
-        lows = [low for low, _ in conv.pads]
-        left = lax.dynamic_update_slice(
-            jnp.zeros(shape, left.dtype), left, (0, 0, 0, *lows, 0, *lows)
-        )
-    total = jnp.zeros((), left.dtype)
-    for position in itertools.product(*(range(k) for k in conv.kernel)):
-        start = [k * d for k, d in zip(position, conv.dilation, strict=True)]
-        stop = [
-            first + (o - 1) * s + 1
-            for first, o, s in zip(start, conv.out, conv.strides, strict=True)
-        ]
-        total = total + lax.slice(
-            left,
-            (0, 0, 0, *start, 0, *start),
-            (batch, groups, images, *stop, images, *stop),
-            (1, 1, 1, *conv.strides, 1, *conv.strides),
-        )
-    products = jnp.real(total * right).reshape(batch, -1)
-    return jnp.maximum(jnp.sum(products, axis=1), 0)
+    left, right = _pairs(pad_input(conv, x)), _pairs(cotangent)
+    # [b, G, N, *S, N, *S]: the same kernel position in both images, one axis after the other.
+    rank = len(conv.kernel)
+    for axis in range(rank):
+        views = []
+        for k in range(conv.kernel[axis]):
+            start = k * conv.dilation[axis]
+            stop = start + (conv.out[axis] - 1) * conv.strides[axis] + 1
+            view = left
+            for i in (3 + axis, 4 + rank + axis):
+                view = lax.slice_in_dim(view, start, stop, conv.strides[axis], i)
+            views.append(view)
+        left = functools.reduce(jnp.add, views)
+    return jnp.maximum(inner_products(left, jnp.conj(right)), 0)
 
 
 def _pairs(array: jax.Array) -> jax.Array:

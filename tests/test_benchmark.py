@@ -124,7 +124,7 @@ class TestTiming:
             clock[0] += 1e-3
 
         (times,) = timing._alternate({"a": run}, Settings(repeats=1, min_time=0)).values()
-        assert times == [pytest.approx(1e-3)] and len(calls) == 2 + 2
+        assert times == [pytest.approx(1e-3)] and len(calls) == 2 + 1 + 2  # sized, warmed, timed
 
     def test_ratio_is_the_median_within_rounds(self):
         fast, slow = Measurement([1.0, 10.0, 2.0]), Measurement([2.0, 20.0, 40.0])

@@ -41,7 +41,8 @@ def cache_chunk(batch: int, held: int, kept: int = 0) -> int:
     Returns:
       A number from 1 to ``max(batch, 1)``.
     """
-    if batch * held <= _WHOLE_BYTES:
+    # Beside a large result temporaries do not count, and a loop would write the result twice.
+    if batch * held <= max(_WHOLE_BYTES, batch * kept // 4):
         return max(batch, 1)
     row = held + kept
     return min(batch, max(1, _CHUNK_BYTES // row, min(_FEW, _FEW_BYTES // row)))

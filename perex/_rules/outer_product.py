@@ -21,7 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from perex._rules.chunks import cache_chunk, map_chunks
-from perex._rules.scales import divide, inner_products, scaled_squares, sum_squares, undo_scales, unit_scale
+from perex._rules.scales import (
+    divide,
+    inner_products,
+    scaled_squares,
+    sum_squares,
+    undo_scales,
+    unit_scale,
+)
 
 __all__ = [
     "accumulate_dtype",

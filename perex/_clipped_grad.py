@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from perex import _compat, _norms
+from perex import _compat
 from perex._api import Options, signature_of
 from perex._clipping import Clipping, Groups, flatten
+from perex._parts import Parts
 from perex._per_example import simplify
 from perex._transform import Problem, sweep
-
-# Arrays of at most so many bytes are joined before their norms are taken.
-_JOINED_BYTES = 1 << 19
 
 
 class ClippedGradStats(NamedTuple):
@@ -155,45 +152,13 @@ def _clipped_sum(
     paths, leaves, treedef = flatten(options.by_argument(args, simplify(result.gradients)))
     if not leaves:
         raise ValueError("perex.clipped_grad: the arguments in argnums hold no arrays.")
-    parts = _parts(leaves, clipping.groups(paths))
-    clipped = clipping.weights(
-        [_norms.square_norms(_joined(leaves, part)) for part in parts],
-        [paths[part[0]] for part in parts],
-        is_padding,
-    )
-    sums: list[Any] = [None] * len(leaves)
-    for part, weights in zip(parts, clipped.weights, strict=True):
-        total = _norms.weighted_sum(_joined(leaves, part), weights)
-        ends = np.cumsum([math.prod(leaves[i].shape[1:]) for i in part])
-        pieces = [total] if len(part) == 1 else jnp.split(total, ends[:-1])
-        for i, piece in zip(part, pieces, strict=True):
-            sums[i] = piece.reshape(leaves[i].shape[1:])
+    parts = Parts.of(leaves, clipping.groups(paths))
+    clipped = clipping.weights(parts.norms(), parts.first(paths), is_padding)
+    sums = parts.weighted_sums(clipped.weights)
     values = result.values if is_padding is None else jnp.where(is_padding, 0, result.values)
     return treedef.unflatten(sums), _Examples(
         values, clipped.norms, result.aux, clipped.is_clipped, clipped.is_finite
     )
-
-
-def _parts(leaves: Sequence[Any], groups: Sequence[Hashable]) -> list[list[int]]:
-    """Returns the leaves, by number, that are treated as one: small arrays of one group and dtype.
-
-    A network has many small leaves, biases and scales; to compile and call a norm and a sum for
-    each costs more than to join them.
-    """
-    parts: dict[Any, list[int]] = {}
-    for i, (leaf, group) in enumerate(zip(leaves, groups, strict=True)):
-        joins = not _norms.is_factored(leaf) and leaf.nbytes <= _JOINED_BYTES
-        parts.setdefault((group, str(leaf.dtype)) if joins else i, []).append(i)
-    return list(parts.values())
-
-
-def _joined(leaves: Sequence[Any], part: Sequence[int]) -> Any:
-    """Returns the leaves of a part side by side, ``[B, N]``; one alone as it is."""
-    if len(part) == 1:
-        return leaves[part[0]]
-    batch_size = leaves[part[0]].shape[0]
-    flat = [leaves[i].reshape(batch_size, math.prod(leaves[i].shape[1:])) for i in part]
-    return jnp.concatenate(flat, axis=1)
 
 
 def _in_microbatches(

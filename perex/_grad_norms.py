@@ -11,6 +11,7 @@ from perex import _norms
 from perex._api import Options, signature_of
 from perex._clipping import Clipping, Groups, flatten
 from perex._norms import combine_norms
+from perex._parts import Parts
 from perex._transform import sweep
 
 
@@ -65,12 +66,13 @@ def grad_norms(
     def norms_of(*args: Any, **kwargs: Any) -> Any:
         result = sweep(options.problem(args, kwargs))
         paths, leaves, treedef = flatten(options.by_argument(args, result.gradients))
-        norms = [_norms.square_norms(leaf) for leaf in leaves]
         if per == "leaf":
-            tree = treedef.unflatten([norm.values() for norm in norms])
+            tree = treedef.unflatten([_norms.square_norms(leaf).values() for leaf in leaves])
         else:
+            kinds = grouping.groups(paths)
+            parts = Parts.of([x if x.uses else x.materialize() for x in leaves], kinds)
             groups: dict[Any, list[_norms.ScaledNorms]] = {}
-            for group, norm in zip(grouping.groups(paths), norms, strict=True):
+            for group, norm in zip(parts.first(kinds), parts.norms(), strict=True):
                 groups.setdefault(group, []).append(norm)
             tree = {group: combine_norms(members).values() for group, members in groups.items()}
         if per == "global":

@@ -22,6 +22,7 @@ import optax
 
 from perex import _norms
 from perex._clipping import Clipping, Groups, clip_norms, flatten, nonnegative, sensitivity
+from perex._parts import Parts
 
 
 class DPClipState(NamedTuple):
@@ -123,8 +124,11 @@ def dp_clip(
     def update(updates, state, params=None, *, is_padding=None, **extra_args):
         del extra_args
         paths, leaves, treedef = flatten(updates)
-        norms = _leaf_norms(paths, leaves, params)
+        _check_leaves(paths, leaves, params)
+        parts = Parts.of(leaves, clipping.groups(paths))
+        norms, firsts = parts.norms(), parts.first(paths)
         size = norms[0].squares.shape[0]
+        _check_sizes(firsts, [norm.squares.shape[0] for norm in norms])
         _check_padding(is_padding, size, expected_batch_size)
         divisor = size if expected_batch_size is None else expected_batch_size
         if divisor == 0:
@@ -132,11 +136,8 @@ def dp_clip(
                 "dp_clip: the batch is empty, so its size cannot be the divisor of the mean. "
                 "Give expected_batch_size."
             )
-        result = clipping.weights(norms, paths, is_padding)
-        sums = [
-            _norms.weighted_sum(leaf, weights)
-            for leaf, weights in zip(leaves, result.weights, strict=True)
-        ]
+        result = clipping.weights(norms, firsts, is_padding)
+        sums = parts.weighted_sums(result.weights)
         stddev = _stddev(noise_multiplier, clipping.sensitivity(paths))
         next_key, noise_key = jax.random.split(state.key)
         means = _noisy_means(sums, [leaf.dtype for leaf in leaves], stddev, noise_key, divisor)
@@ -230,8 +231,8 @@ def _like(params: Any, count: int) -> Sequence[Any]:
     return leaves if len(leaves) == count else [None] * count
 
 
-def _leaf_norms(paths: list[str], leaves: list[Any], params: Any) -> list[_norms.ScaledNorms]:
-    """Check that the leaves are per-example gradients of one batch, and return their norms."""
+def _check_leaves(paths: list[str], leaves: list[Any], params: Any) -> None:
+    """Check that the leaves are per-example gradients, and the arrays among them of one batch."""
     if not leaves:
         raise ValueError("dp_clip: there are no gradients, so there is no batch to average over.")
     _check_floating(paths, leaves)
@@ -245,14 +246,23 @@ def _leaf_norms(paths: list[str], leaves: list[Any], params: Any) -> list[_norms
                     "dp_clip takes per-example gradients, with the example axis in front, as "
                     "perex.grad returns them."
                 )
-    norms = [_norms.square_norms(leaf) for leaf in leaves]
-    for path, norm in zip(paths, norms, strict=True):
-        if norm.squares.shape != norms[0].squares.shape:
+    arrays = [
+        (path, leaf.shape[0])
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not _norms.is_factored(leaf)
+    ]
+    if arrays:
+        _check_sizes(*zip(*arrays, strict=True))
+
+
+def _check_sizes(paths: Sequence[str], sizes: Sequence[int]) -> None:
+    """Check that gradients are of one batch."""
+    for path, size in zip(paths, sizes, strict=True):
+        if size != sizes[0]:
             raise ValueError(
-                f"dp_clip: the gradient {path!r} has {norm.squares.shape[0]} examples, but "
-                f"{paths[0]!r} has {norms[0].squares.shape[0]}. All leaves must be of one batch."
+                f"dp_clip: the gradient {path!r} has {size} examples, but {paths[0]!r} has "
+                f"{sizes[0]}. All leaves must be of one batch."
             )
-    return norms
 
 
 def _noisy_means(

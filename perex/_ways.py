@@ -25,6 +25,8 @@ _SMALL_BYTES = 1 << 17
 # Above this size memory counts too: gradients are kept only where that is faster by this factor.
 _LARGE_BYTES = 1 << 23
 _LARGE_FACTOR = 1.3
+# Bytes a second of gradients that are written, read twice, and fit in no cache.
+_WRITTEN = 1.5e9
 
 
 def offers(use: SiteUse, method: str) -> bool:
@@ -97,6 +99,10 @@ def choice(uses: Sequence[tuple[SiteUse, bool]], batch_size: int, leaf_size: int
         seconds = estimate(use, batch_size)
         if seconds is None:
             return Choice("gram", "the rule's square_norm", None)
+        if leaf_size < use.site.parameter.size:
+            # Gradients of the operand are dropped a few at a time, and those of the leaf are kept:
+            # what a stream does before its sum, which is half of it.
+            seconds = {**seconds, "keep": seconds["stream"] / 2 + kept_bytes / _WRITTEN}
         for way in total:
             total[way] += seconds[way]
     if not all(isometric for _, isometric in uses):

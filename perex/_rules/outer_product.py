@@ -149,7 +149,10 @@ def weighted_sum(
     weights = lax.expand_dims(weights.astype(dtype), (1, 2, 3))
     # Weights multiply in at least float32, so that bfloat16 cotangents do not round them.
     b = jnp.where(weights != 0, b.astype(dtype) * weights, 0)
-    a = jnp.where(weights != 0, a.astype(dtype), 0)
+    # A conditional, as it is rarely needed, and because XLA makes of a select that feeds a product
+    # a transposing copy that can take as long as the product.
+    a = lax.cond(jnp.any(weights == 0), lambda: jnp.where(weights != 0, a, 0), lambda: a)
+    a = a.astype(dtype)
     return lax.dot_general(
         a,
         b,

@@ -1,38 +1,37 @@
 """Which algorithm a convolution gets: names, user's functions, and a model of their time.
 
 The model counts what an algorithm does for one example: the products and the bytes it copies, at
-rates measured on two CPU cores (float32, jaxlib 0.10 and 0.12):
+rates measured on two CPU cores with AVX-512 (float32, jaxlib 0.12; 0.10 is much the same):
 
-* a product of sides from 64 on runs at 80 to 150 GFLOP/s, which `product_seconds` models;
-* copies in cache (patches, shifted views) move 10 GB/s, the first write to new memory 4 GB/s;
+* a product of sides from 64 on runs at 200 to 350 GFLOP/s, which `product_seconds` models;
+* copies in cache (patches, shifted views) move 40 GB/s, the first write to new memory 2 GB/s;
 * a step of a loop costs 20 microseconds;
 * a grouped convolution runs its products at a third of the rate of a plain one; with groups
   *inside* the example it fell below 1 MFLOP/s (a depthwise 3x3 layer of 32 channels: a minute), so
   the model keeps away from it there.
 
-CPU milliseconds of both cores together, vmap(grad) and the algorithms, alternately in one run with
-jaxlib 0.12 (F: multiplications and additions in 1e9; "s2": stride 2; B is 32 unless given; of the
-depthwise layers vmap(grad) is wall time of another run, and grouped was not run):
+Milliseconds of both cores together, vmap(grad) and the algorithms, alternately in one run with
+jaxlib 0.12 (F: multiplications and additions in 1e9; "s2": stride 2; B is 32 unless given; grouped
+was not run on depthwise layers):
 
-    layer                     F   vmap  unfold  taps  grouped  depthwise
-    3-64 3x3 at 32x32      0.11   20.1     4.3   4.7     21.5
-    64-64 3x3 at 32x32     2.42  162.4    39.4  57.0    103.8
-    64-128 3x3 s2          1.21  157.7    22.1  31.3     88.0
-    64-128 1x1 s2          0.13   23.6     7.3   3.9     16.1
-    128-128 3x3 at 16x16   2.42  166.1    32.0  46.4    119.4
-    256-256 3x3 at 8x8     2.42  280.7    89.8 104.4    287.2
-    512-512 3x3 at 4x4 B8  0.60  142.6    65.0  75.9    129.0
-    16-16 3x3 at 32x32     0.15   15.7     5.0   7.9     10.7
-    1-16 8x8 s2 B128       0.05   10.9     2.2   4.7      4.3      20.6
-    16-32 4x4 s2 B128      0.08    7.6     3.4   4.3      6.7
-    32-32 3x3 B64          1.21  128.5    26.9  40.3     81.4
-    256-64 1x1 at 16x16    0.27   14.7     6.6   6.7     15.9
-    64-64 k=5 length 1000  1.31   80.2    23.9  32.7     60.7
-    16-32 3x3x3 B8         0.91  135.5    19.2  31.6     63.8
-    64-32 3x3 spread 2 B8  0.32   33.0     6.8  10.4     12.8
-    depthwise 3x3, 64      0.04   1314    27.3  43.7      -         9.7
-    depthwise 7x7, 96      0.08   6140    48.2  90.9      -        18.1
-    depthwise k=5, 256     0.04   8732    41.5  55.9      -         9.7
+    layer                     F    vmap  unfold   taps  grouped  depthwise
+    3-64 3x3 at 32x32      0.11    3.24    0.48   1.18     2.54
+    64-64 3x3 at 32x32     2.42    50.3    8.59   12.3     35.3
+    64-128 3x3 s2          1.21    35.7    4.36   6.22     20.1
+    64-128 1x1 s2          0.13    5.33    0.73   1.04     3.98
+    128-128 3x3 at 16x16   2.42    45.5    7.93   11.9     38.8
+    256-256 3x3 at 8x8     2.42    83.9    24.2   32.9     78.5
+    512-512 3x3 at 4x4     2.42     218    78.5    126      219
+    16-64 3x3 at 32x32     0.60    14.0    4.79   4.59     10.0
+    1-16 8x8 s2            0.01    0.58    0.17   0.66     0.39       3.14
+    16-32 4x4 s2           0.01    0.36    0.19   0.26     0.41
+    64-256 1x1 at 16x16    0.27    4.20    0.90   1.16     4.21
+    64-64 k=5 length 1000  1.31    12.2    6.23   7.52     9.05
+    4-16 3x3x3             0.23    28.8    1.61   3.37     11.2
+    64-32 3x3 spread 2     1.21    39.1    5.67   10.4     19.6
+    depthwise 3x3, 128 B16 0.04       -    14.2   10.7        -       3.20
+    depthwise 7x7, 192 B16 0.08       -    21.5   25.1        -       8.13
+    depthwise k=5, 64 B16  0.01       -    3.59   4.63        -       1.04
 
 On other platforms nothing has been measured. There a loop over small chunks starves the device, so
 chunks are bounded by memory alone; `unfold` is chosen because it needs only batched products, and

@@ -18,7 +18,7 @@ from perex._api import Options, signature_of
 from perex._clipping import Clipping, Groups, flatten
 from perex._parts import Parts
 from perex._per_example import simplify
-from perex._transform import Problem, sweep
+from perex._transform import Problem, sweep, weighted_gradient
 
 
 class ClippedGradStats(NamedTuple):
@@ -52,6 +52,7 @@ def clipped_grad(
     mode: str = "clip",
     gamma: float = 0.01,
     microbatch_size: int | None = None,
+    save_memory: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function that computes the sum over examples of clipped gradients.
 
@@ -74,6 +75,12 @@ def clipped_grad(
       gamma: the stabiliser of mode "automatic".
       microbatch_size: how many examples to work on at a time; memory is bounded by these. Any
         number goes with any B, and the result is the same to rounding. None takes all at once.
+      save_memory: whether to take two passes. The first brings home norms alone (see
+        `perex.grad_norms`), the second is an ordinary backward pass of the weighted losses ("ghost
+        clipping": Li et al. 2022, arXiv:2110.05679). With `jax.checkpoint` in the loss, memory is
+        about that of the ordinary gradient, and so is the time of each pass; without, there is
+        nothing to save. Sums are rounded as those of `jax.grad` are: parameters must be at least
+        float32.
 
     Returns:
       A function with the arguments of ``fun`` (batched) and ``is_padding``, a bool array ``[B]`` or
@@ -96,6 +103,11 @@ def clipped_grad(
       >>> total.round(6).tolist(), stats.norms.tolist(), int(stats.num_clipped)
       ([0.6000000238418579, 1.2999999523162842], [5.0, 0.5], 1)
     """
+    if save_memory and per != "global":
+        raise ValueError(
+            'perex.clipped_grad: save_memory=True needs per="global", as each further group would '
+            "take a backward pass of its own."
+        )
     options = Options.check(
         "perex.clipped_grad", fun, argnums, has_aux, in_axes, keep_batch_dim, conv=conv
     )
@@ -116,7 +128,7 @@ def clipped_grad(
         _check_padding(is_padding, problem.batch_size)
 
         def one(part: Problem, is_padding: Any) -> tuple[Any, _Examples]:
-            return _clipped_sum(options, clipping, args, part, is_padding)
+            return _clipped_sum(options, clipping, args, part, is_padding, save_memory)
 
         if microbatch_size is None or microbatch_size >= problem.batch_size:
             total, examples = one(problem, is_padding)
@@ -146,15 +158,22 @@ def _clipped_sum(
     args: tuple[Any, ...],
     problem: Problem,
     is_padding: jax.Array | None,
+    save_memory: bool,
 ) -> tuple[Any, _Examples]:
     """Returns the clipped sum of one microbatch, arranged like the arguments in ``argnums``."""
-    result = sweep(problem)
+    if save_memory:
+        _check_wide(problem)
+    result = sweep(problem, norms=save_memory)
     paths, leaves, treedef = flatten(options.by_argument(args, simplify(result.gradients)))
     if not leaves:
         raise ValueError("perex.clipped_grad: the arguments in argnums hold no arrays.")
     parts = Parts.of(leaves, clipping.groups(paths))
     clipped = clipping.weights(parts.norms(), parts.first(paths), is_padding)
-    sums = parts.weighted_sums(clipped.weights)
+    if save_memory:
+        sums = weighted_gradient(problem, clipped.weights[0])
+        sums = jax.tree.leaves(options.by_argument(args, sums))
+    else:
+        sums = parts.weighted_sums(clipped.weights)
     values = result.values if is_padding is None else jnp.where(is_padding, 0, result.values)
     return treedef.unflatten(sums), _Examples(
         values, clipped.norms, result.aux, clipped.is_clipped, clipped.is_finite
@@ -219,6 +238,18 @@ def _in_microbatches(
 def _zeros_like(struct: Any) -> jax.Array:
     """Returns zeros that vary over the manual mesh axes as the sum does, in ``shard_map``."""
     return _compat.vary_over(jnp.zeros(struct.shape, struct.dtype), _compat.manual_axes(struct))
+
+
+def _check_wide(problem: Problem) -> None:
+    names = zip(problem.leaf_names, problem.leaves, problem.parameters, strict=True)
+    for name, leaf, is_parameter in names:
+        dtype = jax.typeof(leaf).dtype
+        if is_parameter and jnp.finfo(dtype).bits < 32:
+            raise TypeError(
+                f"perex.clipped_grad: save_memory=True needs parameters of at least float32, as "
+                f"sums are rounded to their dtype, but {name} has dtype {dtype}. Keep it in "
+                "float32 and cast it inside the loss."
+            )
 
 
 def _check_padding(is_padding: Any, batch_size: int) -> None:

@@ -8,7 +8,8 @@ One ``jax.vjp`` under ``jax.vmap`` does all differentiation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +30,28 @@ class Factors(NamedTuple):
     cotangent: Any
 
 
-def make_taps(plan: Plan) -> list[Factors]:
-    """Returns a zero tap for each site of the plan, with an axis in front for each scan."""
-    return [_zero_tap(use) for use in plan.sites]
+class NormTap(NamedTuple):
+    """What a tap brings back where no more than the norm of the site's gradient is wanted.
+
+    `ScaledNorms` of the site, with the example axis in front, and after it an axis for each
+    enclosing scan.
+    """
+
+    scale: Any
+    squares: Any
 
 
-def _zero_tap(use: SiteUse) -> Factors:
+def make_taps(plan: Plan, norms: Container[int] = ()) -> list[Factors | NormTap]:
+    """Returns a zero tap for each site of the plan, with an axis in front for each scan.
+
+    Args:
+      plan: the plan.
+      norms: the sites, by number, whose taps bring back norms.
+    """
+    return [_zero_tap(use, number in norms) for number, use in enumerate(plan.sites)]
+
+
+def _zero_tap(use: SiteUse, of_norm: bool) -> Factors | NormTap:
     lengths = tuple(length for length, _ in use.stack)
     variables = use.equation.source.invars
     axes = frozenset().union(*(_compat.manual_axes(v.aval) for v in variables))
@@ -42,6 +59,8 @@ def _zero_tap(use: SiteUse) -> Factors:
     def zero(struct: jax.ShapeDtypeStruct) -> jax.Array:
         return _compat.vary_over(jnp.zeros(lengths + struct.shape, struct.dtype), axes)
 
+    if of_norm:
+        return NormTap(*map(zero, jax.eval_shape(_norm(use.site), use.site.inputs, use.site.out)))
     inputs = tuple(jax.tree.map(zero, jax.eval_shape(_encode, s)) for s in use.site.inputs)
     return Factors(inputs, zero(use.site.out))
 
@@ -74,7 +93,7 @@ def evaluate(
     plan: Plan,
     values: Mapping[int, Any],
     differentiable: Mapping[int, Any],
-    taps: Sequence[Factors],
+    taps: Sequence[Factors | NormTap],
 ) -> list[Any]:
     """Evaluates a plan for one example.
 
@@ -134,7 +153,7 @@ def evaluate(
     ]
 
 
-def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Factors) -> Any:
+def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any) -> Any:
     """Evaluates a site with its tap.
 
     The parameter is a constant of this differentiation: all there is to know about its gradient is
@@ -144,10 +163,10 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Fac
     inputs = (*operands[: site.argument], *operands[site.argument + 1 :])
 
     @jax.custom_vjp
-    def call(tap: Factors, parameter: Any, inputs: tuple[Any, ...]) -> Any:
+    def call(tap: Any, parameter: Any, inputs: tuple[Any, ...]) -> Any:
         return site.apply(inputs, parameter)
 
-    def forward(tap: Factors, parameter: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    def forward(tap: Any, parameter: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         return site.apply(inputs, parameter), (parameter, inputs)
 
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
@@ -161,11 +180,40 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Fac
         _, pull = jax.vjp(of_active, *(x for a, x in zip(active, inputs, strict=True) if a))
         cotangents = iter(pull(cotangent))
         input_cotangents = tuple(next(cotangents) if a else None for a in active)
-        factors = Factors(tuple(map(_encode, inputs)), cotangent)
-        return factors, None, input_cotangents
+        if isinstance(tap, NormTap):
+            brought = NormTap(*_norm(site)(inputs, cotangent))
+        else:
+            brought = Factors(tuple(map(_encode, inputs)), cotangent)
+        return brought, None, input_cotangents
 
     call.defvjp(forward, backward)
     return call(tap, parameter, inputs)
+
+
+def _norm(site: Site) -> Callable[[tuple[Any, ...], Any], Any]:
+    """Returns the function from one example's inputs and cotangent to scale and squares.
+
+    Under ``vmap`` the rule computes them for the whole batch.
+    """
+    rule: Any = find_rule(site.primitive)
+
+    @jax.custom_batching.custom_vmap
+    def norm(inputs: tuple[Any, ...], cotangent: Any) -> Any:
+        batch = jax.tree.map(lambda x: x[None], (inputs, cotangent))
+        return jax.tree.map(lambda x: x[0], rule.scaled_norm(site, *batch))
+
+    @norm.def_vmap
+    def norms(size: int, batched: Any, inputs: tuple[Any, ...], cotangent: Any) -> Any:
+        inputs, cotangent = jax.tree.map(
+            partial(_batched, size), (inputs, cotangent), tuple(batched)
+        )
+        return rule.scaled_norm(site, inputs, cotangent), (True, True)
+
+    return norm
+
+
+def _batched(size: int, value: jax.Array, is_batched: bool) -> jax.Array:
+    return value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
 
 
 def kept_apart(site: Site, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -178,10 +226,7 @@ def kept_apart(site: Site, x: jax.Array, kernel: jax.Array) -> jax.Array:
 
     @gradient.def_vmap
     def gradients(size: int, batched: Any, x: jax.Array, cotangent: jax.Array) -> Any:
-        x, cotangent = (
-            value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
-            for value, is_batched in zip((x, cotangent), batched, strict=True)
-        )
+        x, cotangent = map(partial(_batched, size), (x, cotangent), batched)
         return per_example(rule, site, (x,), cotangent), True
 
     @jax.custom_vjp

@@ -12,6 +12,7 @@ from perex._api import Options, signature_of
 from perex._clipping import Clipping, Groups, flatten
 from perex._norms import combine_norms
 from perex._parts import Parts
+from perex._per_example import PerExample
 from perex._transform import sweep
 
 
@@ -24,6 +25,7 @@ def grad_norms(
     keep_batch_dim: bool = False,
     conv: Any = "auto",
     per: Groups = "global",
+    save_memory: bool = False,
 ) -> Callable[..., Any]:
     """Returns a function that computes the L2 norm of the gradient of each example's loss.
 
@@ -41,6 +43,9 @@ def grad_norms(
       conv: see `perex.value_and_grad`.
       per: "global" for the norm over all parameters; "leaf" for one of each parameter; or a
         function from a parameter's path, such as "Conv_0/kernel", to the name of its group.
+      save_memory: whether to take norms while the backward pass goes on, where that is possible,
+        and hold none of what they are made of. With `jax.checkpoint` in the loss, memory is that
+        of the ordinary backward pass then; without, the time is the same.
 
     Returns:
       A function with the arguments of ``fun`` (batched) that returns the norms ``[B]``, at least
@@ -64,13 +69,13 @@ def grad_norms(
 
     @signature_of(fun)
     def norms_of(*args: Any, **kwargs: Any) -> Any:
-        result = sweep(options.problem(args, kwargs))
+        result = sweep(options.problem(args, kwargs), norms=save_memory)
         paths, leaves, treedef = flatten(options.by_argument(args, result.gradients))
         if per == "leaf":
             tree = treedef.unflatten([_norms.square_norms(leaf).values() for leaf in leaves])
         else:
             kinds = grouping.groups(paths)
-            parts = Parts.of([x if x.uses else x.materialize() for x in leaves], kinds)
+            parts = Parts.of([_array_if_plain(leaf) for leaf in leaves], kinds)
             groups: dict[Any, list[_norms.ScaledNorms]] = {}
             for group, norm in zip(parts.first(kinds), parts.norms(), strict=True):
                 groups.setdefault(group, []).append(norm)
@@ -80,3 +85,7 @@ def grad_norms(
         return (tree, result.aux) if has_aux else tree
 
     return norms_of
+
+
+def _array_if_plain(leaf: Any) -> Any:
+    return leaf.materialize() if isinstance(leaf, PerExample) and not leaf.uses else leaf

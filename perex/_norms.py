@@ -5,6 +5,7 @@ stands for one and offers `square_norms() -> [B]` and `weighted_sum(weights) -> 
 (`perex.PerExample`).
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,17 @@ class ScaledNorms(NamedTuple):
         nonzero = self.squares != 0
         root = jnp.sqrt(jnp.where(nonzero, self.squares, 1))
         return self.scale * jnp.where(nonzero, root, 0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KnownNorms:
+    """Stands for per-example gradients of which nothing but the norms is known."""
+
+    norms: ScaledNorms
+
+    def scaled_norms(self) -> ScaledNorms:
+        """Return the norms `[B]`."""
+        return self.norms
 
 
 def is_factored(leaf: Any) -> bool:

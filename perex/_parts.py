@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex import _norms
-from perex._norms import ScaledNorms
+from perex._norms import KnownNorms, ScaledNorms
 
 # Arrays of at most so many bytes are joined.
 _JOINED_BYTES = 1 << 19
@@ -29,7 +29,7 @@ class Parts:
     """Per-example gradients, arranged in parts.
 
     Attributes:
-      leaves: arrays ``[B, *shape]`` or factored leaves.
+      leaves: arrays ``[B, *shape]``, factored leaves, or known norms.
       members: the leaves of each part, by number.
     """
 
@@ -41,7 +41,7 @@ class Parts:
         """Arranges leaves of a batch, each with its group; no part has leaves of two groups."""
         parts: dict[Any, list[int]] = {}
         for i, (leaf, group) in enumerate(zip(leaves, groups, strict=True)):
-            joins = not _norms.is_factored(leaf) and leaf.nbytes <= _JOINED_BYTES
+            joins = _is_array(leaf) and leaf.nbytes <= _JOINED_BYTES
             parts.setdefault((group, str(leaf.dtype)) if joins else i, []).append(i)
         return cls(leaves, list(parts.values()))
 
@@ -78,3 +78,7 @@ class Parts:
         leaves = [self.leaves[i] for i in part]
         flat = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
         return jnp.concatenate(flat, axis=1)
+
+
+def _is_array(leaf: Any) -> bool:
+    return not (_norms.is_factored(leaf) or isinstance(leaf, KnownNorms))

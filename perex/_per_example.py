@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex import _norms, _ways
-from perex._norms import ScaledNorms
+from perex._norms import KnownNorms, ScaledNorms
 from perex._rules.chunks import cache_chunk, map_chunks, sum_chunks
 from perex._rules.scales import scaled_squares
 from perex._tied import norms_by_pairs
@@ -272,8 +272,8 @@ def _leaf_gradients(uses: Sequence[Use], pulls: Sequence[_Puller]) -> list[jax.A
     ]
 
 
-def simplify(leaves: Sequence[PerExample]) -> list[PerExample | jax.Array]:
+def simplify(leaves: Sequence[PerExample | KnownNorms]) -> list[Any]:
     """Replaces leaves by arrays where these cost little or nothing better is known."""
-    kept = [_ways.keeps(leaf) for leaf in leaves]
-    arrays = iter(materialize_all([x for x, keep in zip(leaves, kept, strict=True) if keep]))
-    return [next(arrays) if keep else leaf for leaf, keep in zip(leaves, kept, strict=True)]
+    kept = [x for x in leaves if isinstance(x, PerExample) and _ways.keeps(x)]
+    arrays = {id(x): array for x, array in zip(kept, materialize_all(kept), strict=True)}
+    return [arrays.get(id(x), x) for x in leaves]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from perex import _compat, _evaluate, _plan, _trace
+from perex import _compat, _evaluate, _plan, _trace, _ways
 from perex._batch_statistics import unbound_axes_explained, warn_of_batch_statistics
-from perex._masks import Knowledge
+from perex._masks import Knowledge, exact_masks
+from perex._norms import KnownNorms, ScaledNorms, at_least_float32, combine_columns
 from perex._per_example import PerExample
 from perex._preparation import Preparation
-from perex._steps import DATA, PARAM, Plan
+from perex._steps import DATA, PARAM, Plan, SiteUse
 from perex._uses import Use, merge_uses
 
 
@@ -58,18 +60,24 @@ class Sweep:
     Attributes:
       values: the losses, ``[B]``.
       aux: the auxiliary results, with the example axis in front; None without ``has_aux``.
-      gradients: the per-example gradient of each parameter leaf, in order.
+      gradients: the per-example gradient of each parameter leaf, in order: a `PerExample`, or
+        `KnownNorms` where only norms were asked for.
       plan: the plan.
     """
 
     values: jax.Array
     aux: Any
-    gradients: list[PerExample]
+    gradients: list[Any]
     plan: Plan
 
 
-def sweep(problem: Problem) -> Sweep:
-    """Evaluates the loss of all examples and, for each parameter leaf, the gradients as factors."""
+def sweep(problem: Problem, norms: bool = False) -> Sweep:
+    """Evaluates the loss of all examples and, for each parameter leaf, the gradients as factors.
+
+    Args:
+      problem: the problem.
+      norms: whether to bring home no more than norms, where a leaf allows it.
+    """
     problem = _varying(problem)
     found: list[tuple[Plan, Any]] = []
 
@@ -95,7 +103,7 @@ def sweep(problem: Problem) -> Sweep:
         value, pull, aux = jax.vjp(
             loss,
             {v: jnp.asarray(inputs[v]) for v in wanted},
-            _evaluate.make_taps(plan),
+            _evaluate.make_taps(plan, _ways.norm_sites(plan) if norms else ()),
             has_aux=True,
         )
         dense, factors = pull(jnp.ones_like(value))
@@ -108,6 +116,49 @@ def sweep(problem: Problem) -> Sweep:
     gradients = _gradients(problem, plan, known, dense, factors)
     _, aux = jax.tree.unflatten(out_tree, [values, *aux]) if problem.has_aux else (None, None)
     return Sweep(values, aux, gradients, plan)
+
+
+def weighted_gradient(problem: Problem, weights: jax.Array) -> list[jax.Array]:
+    """Returns the gradient of the weighted sum of all losses: one ordinary backward pass.
+
+    Args:
+      problem: the problem.
+      weights: ``[B]``, finite. An example of weight zero does not take part: another one is put in
+        its place, so that it may hold anything.
+
+    Returns:
+      The gradient of each parameter leaf, in order, without an example axis.
+    """
+    problem = _varying(problem)
+    taking_part = weights != 0
+    places = jnp.where(taking_part, jnp.arange(problem.batch_size), jnp.argmax(taking_part))
+    leaves = [
+        x if axis is None else jnp.take(jnp.asarray(x), places, axis)
+        for x, axis in zip(problem.leaves, problem.axes, strict=True)
+    ]
+    numbers = [i for i, is_parameter in enumerate(problem.parameters) if is_parameter]
+    fun = exact_masks(problem.fun)
+
+    def loss(leaves: Sequence[Any]) -> jax.Array:
+        args, kwargs = jax.tree.unflatten(problem.treedef, leaves)
+        result = fun(*args, **kwargs)
+        return result[0] if problem.has_aux else result
+
+    def total(parameters: Sequence[jax.Array]) -> jax.Array:
+        for i, parameter in zip(numbers, parameters, strict=True):
+            leaves[i] = parameter
+        part = dataclasses.replace(problem, leaves=tuple(leaves))
+        batch = [x for x, axis in zip(leaves, problem.axes, strict=True) if axis is not None]
+        values = _over_examples(part, loss)(batch)
+        dtype = at_least_float32(values.dtype)
+        return jnp.sum(values.astype(dtype) * weights.astype(dtype))
+
+    gradients = jax.grad(total)([jnp.asarray(leaves[i]) for i in numbers])
+    axes = [problem.axes[i] for i in numbers]
+    return [
+        jnp.where(jnp.any(taking_part), g if axis is None else jnp.sum(g, axis), 0)
+        for g, axis in zip(gradients, axes, strict=True)
+    ]
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -220,25 +271,29 @@ def _gradients(
     plan: Plan,
     known: Mapping[int, Any],
     dense: Mapping[int, Any],
-    factors: Sequence[_evaluate.Factors],
-) -> list[PerExample]:
-    decoded = []
-    for use, (inputs, cotangent) in zip(plan.sites, factors, strict=True):
-        structs = use.site.inputs
-        decoded.append(
-            _evaluate.Factors(
-                tuple(_evaluate.decode(x, s) for x, s in zip(inputs, structs, strict=True)),
-                cotangent,
-            )
-        )
+    brought: Sequence[_evaluate.Factors | _evaluate.NormTap],
+) -> list[PerExample | KnownNorms]:
+    factors: list[tuple[SiteUse, _evaluate.Factors]] = []
+    norms: dict[int, KnownNorms] = {}
+    for use, tap in zip(plan.sites, brought, strict=True):
+        if isinstance(tap, _evaluate.NormTap):
+            columns = (x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in tap)
+            norms[min(use.leaves)] = KnownNorms(combine_columns(ScaledNorms(*columns)))
+            continue
+        structs = zip(tap.inputs, use.site.inputs, strict=True)
+        inputs = tuple(_evaluate.decode(x, struct) for x, struct in structs)
+        factors.append((use, _evaluate.Factors(inputs, tap.cotangent)))
     values = {**plan.program.constants, **known}
-    gradients = []
+    gradients: list[PerExample | KnownNorms] = []
     merged: dict[Any, Use] = {}
     for variable, is_parameter in zip(plan.program.inputs, problem.parameters, strict=True):
         if not is_parameter:
             continue
+        if variable in norms:
+            gradients.append(norms[variable])
+            continue
         uses = []
-        for use, factor in zip(plan.sites, decoded, strict=True):
+        for use, factor in factors:
             if variable in use.leaves:
                 preparation = Preparation.of(plan, use, variable)
                 needed = tuple(values[v] for v in preparation.inputs)

@@ -10,12 +10,14 @@ A rule's ``estimate`` gives the seconds of each; only their ratios matter.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from perex._steps import SiteUse
+from perex._preparation import is_isometric
+from perex._steps import Plan, SiteUse
 
 if TYPE_CHECKING:
     from perex._per_example import PerExample
@@ -63,6 +65,23 @@ def _merged_site(use: SiteUse, repeats: int) -> Any:
 
     jax.eval_shape(merge, tuple(map(batched, use.site.inputs)), batched(use.site.out))
     return found[0]
+
+
+def norm_sites(plan: Plan) -> dict[int, int]:
+    """Returns the sites whose norms can be taken at once, by number, each with its leaf.
+
+    These are the only uses of their leaf, rearrange it at most, and have another operand at each
+    step of every scan around them: the norm of the site's gradient is that of the leaf's.
+    """
+    uses = Counter(leaf for use in plan.sites for leaf in use.leaves)
+    found = {}
+    for number, use in enumerate(plan.sites):
+        leaf = min(use.leaves)
+        alone = uses[leaf] == 1 and leaf not in plan.differentiable
+        known = hasattr(use.rule, "scaled_norm") and use.site.mask is None
+        if alone and known and all(stacked for _, stacked in use.stack) and is_isometric(plan, use):
+            found[number] = leaf
+    return found
 
 
 class Choice(NamedTuple):

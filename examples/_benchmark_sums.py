@@ -40,6 +40,7 @@ from _benchmark_timing import Contestant
 import perex
 
 _ORDINARY, _OWN, _CLIPPED, _CHAIN = "ordinary", "own rules", "clipped_grad", "dp_clip"
+_SAVING = "save_memory"
 _VMAP, _VMAP_CLIP, _JAX_PRIVACY = "vmap(grad)", "vmap + clip", "jax_privacy"
 
 CLIPPED_ENTRIES = (
@@ -128,19 +129,26 @@ def models_contestants(entry: Entry, batch_size: int, options: Options) -> list[
     mean = {"mean gradient": lambda gradient: gradient}
     means = {"mean gradient": lambda gradients: jax.tree.map(lambda g: g.mean(0), gradients)}
     total = {"clipped sum": lambda result: result}
-    return [
+    contestants = [
         Contestant(_ORDINARY, models.ordinary(problem), problem.args, mean),
         Contestant(_VMAP, models.vmapped(problem), problem.args, means),
         Contestant(_VMAP_CLIP, models.vmapped_and_clipped(problem), problem.args, total),
         _clipped(problem, options),
     ]
+    if entry.remat_of:
+        contestants.append(_clipped(problem, options, save_memory=True))
+    return contestants
 
 
-def _clipped(problem: Problem, options: Options) -> Contestant:
+def _clipped(problem: Problem, options: Options, save_memory: bool = False) -> Contestant:
     function = perex.clipped_grad(
-        problem.loss, problem.l2_norm_clip, microbatch_size=options.microbatch_size
+        problem.loss,
+        problem.l2_norm_clip,
+        microbatch_size=options.microbatch_size,
+        save_memory=save_memory,
     )
-    return Contestant(_CLIPPED, function, problem.args, {"clipped sum": lambda result: result[0]})
+    name = _SAVING if save_memory else _CLIPPED
+    return Contestant(name, function, problem.args, {"clipped sum": lambda result: result[0]})
 
 
 def own_rules(problem: Problem) -> Callable[..., Any]:
@@ -291,6 +299,14 @@ def _models_verdicts(rows: Sequence[Row], options: Options) -> Sequence[Verdict]
             remat.append(
                 (f"temporaries of clipped_grad, {row.name} / without remat", f"{saved:.2f}")
             )
+        if _SAVING in row.measurements:
+            remat += [
+                (f"{what} of clipped_grad with save_memory / ordinary, {row.name}", f"{value:.2f}")
+                for what, value in (
+                    ("temporaries", _memory(row, _SAVING, _ORDINARY)),
+                    ("time", row.ratio(_SAVING, _ORDINARY)),
+                )
+            ]
     return [
         spread("clipped_grad / ordinary gradient", (r.ratio(_CLIPPED, _ORDINARY) for r in rows)),
         spread("clipped_grad / vmap + clip", (r.ratio(_CLIPPED, _VMAP_CLIP) for r in rows)),

@@ -162,6 +162,8 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any
     parameter = operands[site.argument]
     inputs = (*operands[: site.argument], *operands[site.argument + 1 :])
 
+    of_norm = isinstance(tap, NormTap)
+
     @jax.custom_vjp
     def call(tap: Any, parameter: Any, inputs: tuple[Any, ...]) -> Any:
         return site.apply(inputs, parameter)
@@ -180,7 +182,7 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any
         _, pull = jax.vjp(of_active, *(x for a, x in zip(active, inputs, strict=True) if a))
         cotangents = iter(pull(cotangent))
         input_cotangents = tuple(next(cotangents) if a else None for a in active)
-        if isinstance(tap, NormTap):
+        if of_norm:
             brought = NormTap(*_norm(site)(inputs, cotangent))
         else:
             brought = Factors(tuple(map(_encode, inputs)), cotangent)

@@ -130,6 +130,13 @@ def weighted_gradient(problem: Problem, weights: jax.Array) -> list[jax.Array]:
       The gradient of each parameter leaf, in order, without an example axis.
     """
     problem = _varying(problem)
+    if problem.batch_size == 0:
+        triples = zip(problem.leaves, problem.axes, problem.parameters, strict=True)
+        return [
+            jnp.zeros_like(x) if axis is None else jnp.sum(jnp.asarray(x), axis)
+            for x, axis, is_parameter in triples
+            if is_parameter
+        ]
     taking_part = weights != 0
     places = jnp.where(taking_part, jnp.arange(problem.batch_size), jnp.argmax(taking_part))
     leaves = [
@@ -145,10 +152,10 @@ def weighted_gradient(problem: Problem, weights: jax.Array) -> list[jax.Array]:
         return result[0] if problem.has_aux else result
 
     def total(parameters: Sequence[jax.Array]) -> jax.Array:
-        for i, parameter in zip(numbers, parameters, strict=True):
-            leaves[i] = parameter
-        part = dataclasses.replace(problem, leaves=tuple(leaves))
-        batch = [x for x, axis in zip(leaves, problem.axes, strict=True) if axis is not None]
+        chosen = dict(zip(numbers, parameters, strict=True))
+        mixed = tuple(chosen.get(i, leaf) for i, leaf in enumerate(leaves))
+        part = dataclasses.replace(problem, leaves=mixed)
+        batch = [x for x, axis in zip(mixed, problem.axes, strict=True) if axis is not None]
         values = _over_examples(part, loss)(batch)
         dtype = at_least_float32(values.dtype)
         return jnp.sum(values.astype(dtype) * weights.astype(dtype))

@@ -116,6 +116,15 @@ def test_what_takes_no_part_adds_zero(size):
     assert all(np.all(leaf == 0) for leaf in jax.tree.leaves(nothing))
 
 
+def test_an_empty_batch_and_no_leaks():
+    clipped = perex.clipped_grad(loss, 1.0, save_memory=True)
+    total, stats = clipped(SMALL, np.zeros((0, 2, 4), np.float32))
+    assert stats.norms.shape == (0,)
+    assert_trees_close(total, jax.tree.map(np.zeros_like, SMALL), rtol=0, atol=0)
+    with jax.checking_leaks():
+        jax.make_jaxpr(clipped)(SMALL, np.ones((2, 2, 4), np.float32))
+
+
 def test_norms_can_be_differentiated(x64):
     def sum_of(norms):
         return lambda *args: jnp.sum(norms(*args) ** 2)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from perex import _compat, _control_flow
+from perex._norms import ScaledNorms
 from perex._rules import Site, find_rule, per_example
 from perex._steps import PARAM, Apply, Plan, Prepare, SiteUse, Tap
 
@@ -30,18 +31,11 @@ class Factors(NamedTuple):
     cotangent: Any
 
 
-class NormTap(NamedTuple):
-    """What a tap brings back where no more than the norm of the site's gradient is wanted.
-
-    `ScaledNorms` of the site, with the example axis in front, and after it an axis for each
-    enclosing scan.
-    """
-
-    scale: Any
-    squares: Any
+# What a tap brings back where no more than the norm of the site's gradient is wanted is the norm.
+Tapped = Factors | ScaledNorms
 
 
-def make_taps(plan: Plan, norms: Container[int] = ()) -> list[Factors | NormTap]:
+def make_taps(plan: Plan, norms: Container[int] = ()) -> list[Tapped]:
     """Returns a zero tap for each site of the plan, with an axis in front for each scan.
 
     Args:
@@ -51,7 +45,7 @@ def make_taps(plan: Plan, norms: Container[int] = ()) -> list[Factors | NormTap]
     return [_zero_tap(use, number in norms) for number, use in enumerate(plan.sites)]
 
 
-def _zero_tap(use: SiteUse, of_norm: bool) -> Factors | NormTap:
+def _zero_tap(use: SiteUse, of_norm: bool) -> Tapped:
     lengths = tuple(length for length, _ in use.stack)
     variables = use.equation.source.invars
     axes = frozenset().union(*(_compat.manual_axes(v.aval) for v in variables))
@@ -60,7 +54,8 @@ def _zero_tap(use: SiteUse, of_norm: bool) -> Factors | NormTap:
         return _compat.vary_over(jnp.zeros(lengths + struct.shape, struct.dtype), axes)
 
     if of_norm:
-        return NormTap(*map(zero, jax.eval_shape(_norm(use.site), use.site.inputs, use.site.out)))
+        structs = jax.eval_shape(_norm(use.site), use.site.inputs, use.site.out)
+        return ScaledNorms(*map(zero, structs))
     inputs = tuple(jax.tree.map(zero, jax.eval_shape(_encode, s)) for s in use.site.inputs)
     return Factors(inputs, zero(use.site.out))
 
@@ -93,7 +88,7 @@ def evaluate(
     plan: Plan,
     values: Mapping[int, Any],
     differentiable: Mapping[int, Any],
-    taps: Sequence[Factors | NormTap],
+    taps: Sequence[Tapped],
 ) -> list[Any]:
     """Evaluates a plan for one example.
 
@@ -161,8 +156,7 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any
     """
     parameter = operands[site.argument]
     inputs = (*operands[: site.argument], *operands[site.argument + 1 :])
-
-    of_norm = isinstance(tap, NormTap)
+    of_norm = isinstance(tap, ScaledNorms)
 
     @jax.custom_vjp
     def call(tap: Any, parameter: Any, inputs: tuple[Any, ...]) -> Any:
@@ -183,7 +177,7 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any
         cotangents = iter(pull(cotangent))
         input_cotangents = tuple(next(cotangents) if a else None for a in active)
         if of_norm:
-            brought = NormTap(*_norm(site)(inputs, cotangent))
+            brought = ScaledNorms(*_norm(site)(inputs, cotangent))
         else:
             brought = Factors(tuple(map(_encode, inputs)), cotangent)
         return brought, None, input_cotangents
@@ -192,44 +186,35 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any
     return call(tap, parameter, inputs)
 
 
-def _norm(site: Site) -> Callable[[tuple[Any, ...], Any], Any]:
-    """Returns the function from one example's inputs and cotangent to scale and squares.
-
-    Under ``vmap`` the rule computes them for the whole batch.
-    """
+def _norm(site: Site) -> Callable[..., Any]:
+    """Returns the function from one example's inputs and cotangent to scale and squares."""
     rule: Any = find_rule(site.primitive)
+    return _for_the_whole_batch(partial(rule.scaled_norm, site))
+
+
+def _for_the_whole_batch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of one example that ``vmap`` turns into a given function of a batch."""
 
     @jax.custom_batching.custom_vmap
-    def norm(inputs: tuple[Any, ...], cotangent: Any) -> Any:
-        batch = jax.tree.map(lambda x: x[None], (inputs, cotangent))
-        return jax.tree.map(lambda x: x[0], rule.scaled_norm(site, *batch))
+    def one(*arguments: Any) -> Any:
+        batch = jax.tree.map(lambda x: x[None], arguments)
+        return jax.tree.map(lambda x: x[0], function(*batch))
 
-    @norm.def_vmap
-    def norms(size: int, batched: Any, inputs: tuple[Any, ...], cotangent: Any) -> Any:
-        inputs, cotangent = jax.tree.map(
-            partial(_batched, size), (inputs, cotangent), tuple(batched)
-        )
-        return rule.scaled_norm(site, inputs, cotangent), (True, True)
+    @one.def_vmap
+    def many(size: int, batched: Any, *arguments: Any) -> Any:
+        def with_axis(value: jax.Array, is_batched: bool) -> jax.Array:
+            return value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
 
-    return norm
+        result = function(*jax.tree.map(with_axis, arguments, tuple(batched)))
+        return result, jax.tree.map(lambda _: True, result)
 
-
-def _batched(size: int, value: jax.Array, is_batched: bool) -> jax.Array:
-    return value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
+    return one
 
 
 def kept_apart(site: Site, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Convolves with a kernel whose gradient is computed by the rule, for the whole batch."""
     rule = find_rule(site.primitive)
-
-    @jax.custom_batching.custom_vmap
-    def gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        return per_example(rule, site, (x[None],), cotangent[None])[0]
-
-    @gradient.def_vmap
-    def gradients(size: int, batched: Any, x: jax.Array, cotangent: jax.Array) -> Any:
-        x, cotangent = map(partial(_batched, size), (x, cotangent), batched)
-        return per_example(rule, site, (x,), cotangent), True
+    gradient = _for_the_whole_batch(lambda x, ct: per_example(rule, site, (x,), ct))
 
     @jax.custom_vjp
     def call(x: jax.Array, kernel: jax.Array) -> Any:

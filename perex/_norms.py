@@ -113,8 +113,6 @@ def from_square_norms(squares: jax.Array) -> ScaledNorms:
 
 def combine_norms(norms: Sequence[ScaledNorms]) -> ScaledNorms:
     """Return the norms of the concatenation of vectors whose norms are given."""
-    if len(norms) == 1:
-        return norms[0]
     parts = zip(*norms, strict=True)
     return combine_columns(ScaledNorms(*(jnp.stack(part, axis=1) for part in parts)))
 

@@ -162,8 +162,9 @@ def weighted_gradient(problem: Problem, weights: jax.Array) -> list[jax.Array]:
 
     gradients = jax.grad(total)([jnp.asarray(leaves[i]) for i in numbers])
     axes = [problem.axes[i] for i in numbers]
+    someone = jnp.any(taking_part)
     return [
-        jnp.where(jnp.any(taking_part), g if axis is None else jnp.sum(g, axis), 0)
+        jnp.where(someone, g if axis is None else jnp.sum(g, axis), 0)
         for g, axis in zip(gradients, axes, strict=True)
     ]
 
@@ -278,14 +279,15 @@ def _gradients(
     plan: Plan,
     known: Mapping[int, Any],
     dense: Mapping[int, Any],
-    brought: Sequence[_evaluate.Factors | _evaluate.NormTap],
+    brought: Sequence[_evaluate.Tapped],
 ) -> list[PerExample | KnownNorms]:
     factors: list[tuple[SiteUse, _evaluate.Factors]] = []
     norms: dict[int, KnownNorms] = {}
     for use, tap in zip(plan.sites, brought, strict=True):
-        if isinstance(tap, _evaluate.NormTap):
+        if isinstance(tap, ScaledNorms):
+            (leaf,) = use.leaves
             columns = (x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in tap)
-            norms[min(use.leaves)] = KnownNorms(combine_columns(ScaledNorms(*columns)))
+            norms[leaf] = KnownNorms(combine_columns(ScaledNorms(*columns)))
             continue
         structs = zip(tap.inputs, use.site.inputs, strict=True)
         inputs = tuple(_evaluate.decode(x, struct) for x, struct in structs)

@@ -67,21 +67,20 @@ def _merged_site(use: SiteUse, repeats: int) -> Any:
     return found[0]
 
 
-def norm_sites(plan: Plan) -> dict[int, int]:
-    """Returns the sites whose norms can be taken at once, by number, each with its leaf.
+def norm_sites(plan: Plan) -> set[int]:
+    """Returns the sites whose norms can be taken at once, by number.
 
     These are the only uses of their leaf, rearrange it at most, and have another operand at each
     step of every scan around them: the norm of the site's gradient is that of the leaf's.
     """
     uses = Counter(leaf for use in plan.sites for leaf in use.leaves)
-    found = {}
-    for number, use in enumerate(plan.sites):
-        leaf = min(use.leaves)
-        alone = uses[leaf] == 1 and leaf not in plan.differentiable
+
+    def allows(use: SiteUse) -> bool:
+        alone = all(uses[leaf] == 1 and leaf not in plan.differentiable for leaf in use.leaves)
         known = hasattr(use.rule, "scaled_norm") and use.site.mask is None
-        if alone and known and all(stacked for _, stacked in use.stack) and is_isometric(plan, use):
-            found[number] = leaf
-    return found
+        return alone and known and all(stacked for _, stacked in use.stack)
+
+    return {i for i, use in enumerate(plan.sites) if allows(use) and is_isometric(plan, use)}
 
 
 class Choice(NamedTuple):

@@ -41,12 +41,14 @@ __all__ = [
 ]
 
 # Two CPU cores with AVX-512, float32: a matrix product of side 64 and more runs at 200 to 350
-# GFLOP/s, its operands come from cache at some 80 GB/s, memory is read at 20 GB/s, and the first
-# write to new memory runs at 2 GB/s (page faults). Each product of a batch costs about a
-# microsecond on top. Half the cores or shorter vectors slow all but the memory down alike.
+# GFLOP/s, its operands come from cache at some 80 GB/s, copies within it run at 40 GB/s, memory is
+# read at 20 GB/s, and the first write to new memory runs at 2 GB/s (page faults). Each product of a
+# batch costs about a microsecond on top. Half the cores or shorter vectors slow all but the memory
+# down alike.
 _FLOPS = 2.8e11
-_CACHE = 8.0e10
-_FRESH = 2.2e9
+CACHE = 8.0e10
+COPY = 4.0e10
+FRESH = 2.2e9
 _READ = 2.0e10
 _CALL = 7.0e-7
 # Gradients of a batch that are this small stay in cache until they are weighted.
@@ -72,7 +74,7 @@ def product_seconds(rows: int, depth: int, columns: int, itemsize: int = 4) -> f
     """
     size = itemsize / 4
     moved = 4 * (rows * depth + depth * columns + 2 * rows * columns)
-    return size * (2 * rows * depth * columns / _FLOPS + moved / _CACHE) + _CALL
+    return size * (2 * rows * depth * columns / _FLOPS + moved / CACHE) + _CALL
 
 
 def estimate(groups: int, positions: int, depth: int, outputs: int, batch: int) -> dict[str, float]:
@@ -93,20 +95,20 @@ def estimate(groups: int, positions: int, depth: int, outputs: int, batch: int) 
     one = groups * product_seconds(depth, positions, outputs)
     total = groups * product_seconds(depth, batch * positions, outputs)
     resident = batch * size * 4 <= _RESIDENT_BYTES
-    write = 4 * size / (_CACHE if resident else _FRESH)
-    read = 4 * size / (_CACHE if resident else _READ)
+    write = 4 * size / (CACHE if resident else FRESH)
+    read = 4 * size / (CACHE if resident else _READ)
     if positions == 1:
-        gram = groups * 4 * (depth + outputs) / _CACHE
+        gram = groups * 4 * (depth + outputs) / CACHE
     else:
         gram = groups * (
             product_seconds(positions, depth, positions)
             + product_seconds(positions, outputs, positions)
-            + 4 * positions**2 / _CACHE
+            + 4 * positions**2 / CACHE
         )
     return {
         "keep": batch * (one + write + 2 * read),
         "gram": batch * gram + total,
-        "stream": batch * (one + 4 * size / _CACHE) + total,
+        "stream": batch * (one + 4 * size / CACHE) + total,
     }
 
 

@@ -12,7 +12,7 @@ rates measured on two CPU cores with AVX-512 (float32, jaxlib 0.12; 0.10 is much
 
 Milliseconds of both cores together, vmap(grad) and the algorithms, alternately in one run with
 jaxlib 0.12 (F: multiplications and additions in 1e9; "s2": stride 2; B is 32 unless given; grouped
-was not run on depthwise layers):
+was not run on depthwise layers, which were timed in another run):
 
     layer                     F    vmap  unfold   taps  grouped  depthwise
     3-64 3x3 at 32x32      0.11    3.24    0.48   1.18     2.54
@@ -52,13 +52,10 @@ from jax import lax
 from perex._rules.chunks import chunk_size
 from perex._rules.conv import depthwise, grouped, norms, taps, unfold
 from perex._rules.conv.normal_form import Convolution
-from perex._rules.outer_product import product_seconds
+from perex._rules.outer_product import CACHE, COPY, FRESH, product_seconds
 
 Run = Callable[..., jax.Array]
 
-_COPY = 4.0e10
-_FRESH = 2.2e9
-_CACHE = 8.0e10
 _LOOP = 2.0e-5
 
 # What the examples of a chunk may take together where there is no small cache to stay in.
@@ -84,7 +81,7 @@ class Algorithm:
 
 def _output_seconds(conv: Convolution, batch: int) -> float:
     size = batch * conv.kernel_size * conv.itemsize
-    return size / (_CACHE if size < 16 << 20 else _FRESH)
+    return size / (CACHE if size < 16 << 20 else FRESH)
 
 
 def _loop_seconds(batch: int, chunk: int) -> float:
@@ -94,7 +91,7 @@ def _loop_seconds(batch: int, chunk: int) -> float:
 def unfold_seconds(conv: Convolution, batch: int) -> float:
     """Patches written and read, and one product for each example and group."""
     product = product_seconds(conv.depth, conv.positions, conv.features, conv.itemsize)
-    one = conv.groups * product + 2 * unfold.patch_bytes(conv) / _COPY
+    one = conv.groups * product + unfold.patch_seconds(conv)
     return (
         batch * one
         + _output_seconds(conv, batch)
@@ -106,7 +103,7 @@ def taps_seconds(conv: Convolution, batch: int) -> float:
     """For every kernel position a view copied, a product, and its part of the result copied."""
     product = product_seconds(conv.channels, conv.positions, conv.features, conv.itemsize)
     copied = conv.itemsize * conv.channels * (2 * conv.positions + conv.features)
-    one = conv.taps * conv.groups * (product + copied / _COPY)
+    one = conv.taps * conv.groups * (product + copied / COPY)
     return (
         batch * one
         + _output_seconds(conv, batch)
@@ -123,7 +120,7 @@ def grouped_seconds(conv: Convolution, batch: int) -> float:
         # One ordinary convolution.
         slow, start = 1.3, 3e-5
     copied = conv.itemsize * conv.positions * (conv.channels + conv.features)
-    one = conv.groups * (slow * product + copied / _COPY)
+    one = conv.groups * (slow * product + copied / COPY)
     return start + batch * one + _output_seconds(conv, batch)
 
 

@@ -5,9 +5,9 @@ overlapping windows, so these are sums of inner products of *pixels*:
 
     patch_t . patch_t' = sum_k  pixel(t * stride + k * dilation) . pixel(t' * stride + k * dilation)
 
-One product gives all pixel pairs, ``2 S^2 C`` multiplications and additions where the patches need
-``2 T^2 K C``; then K shifted views of it are added up. The stream way computes the gradients of a
-few examples, squares them and drops them.
+One product gives all pixel pairs, ``2 S^2 C`` multiplications and additions (S of the padded image)
+where the patches need ``2 T^2 K C``; then shifted views of it are added up, one axis after the
+other. The stream way computes the gradients of a few examples, squares them and drops them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gram_seconds(conv: Convolution) -> dict[str, float]:
     """Estimated seconds of one example's inner products of patches, by the way to get them."""
     pairs, pixels = conv.positions**2, (conv.images * math.prod(conv.padded)) ** 2
     patches = conv.groups * product_seconds(conv.positions, conv.depth, conv.positions)
-    patches += 2 * unfold.patch_bytes(conv) / 4e10
+    patches += unfold.patch_seconds(conv)
     seconds = {"patches": patches}
     # Pairs of a spread-out image would mostly be zeros.
     if all(spread == 1 for spread in conv.interior) and conv.taps > 1:
@@ -61,7 +61,7 @@ def estimate(conv: Convolution, batch: int) -> dict[str, float]:
     """
     seconds = outer_product.estimate(conv.groups, conv.positions, conv.depth, conv.features, batch)
     # What the plain outer product does not have: patches, once for each pass over the input.
-    patches = batch * 2 * unfold.patch_bytes(conv) / 4e10
+    patches = batch * unfold.patch_seconds(conv)
     right = conv.groups * (
         product_seconds(conv.positions, conv.features, conv.positions)
         + 4 * conv.positions**2 / _SHIFTED
@@ -114,10 +114,10 @@ def scaled_norms(
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
         if way == "stream":
             return scaled_squares(_gradient(conv, x, cotangent))
-        squares_of = {"patches": _patches, "pixels": _pixels}[way]
         scale_x, scale_c = unit_scale(x), unit_scale(cotangent)
         x, cotangent = divide(x, scale_x, conv.dtype), divide(cotangent, scale_c, conv.dtype)
-        return undo_scales(scale_x, scale_c, squares_of(conv, x, cotangent))
+        squares = (_pixels if way == "pixels" else _patches)(conv, x, cotangent)
+        return undo_scales(scale_x, scale_c, squares)
 
     result = map_chunks(some, (x, cotangent), chunk or cache_chunk(conv, x.shape[0], way))
     return result[:, 0], result[:, 1]

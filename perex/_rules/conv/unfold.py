@@ -18,6 +18,7 @@ from jax import lax
 from perex._rules import chunks
 from perex._rules.chunks import map_chunks, sum_chunks
 from perex._rules.conv.normal_form import Convolution, pad_input
+from perex._rules.outer_product import COPY
 
 # One product over several examples pays from about this many rows on.
 _SUM_ROWS = 512
@@ -150,3 +151,8 @@ def weigh(
 def patch_bytes(conv: Convolution) -> int:
     """Bytes of one example's patches."""
     return conv.groups * conv.positions * conv.depth * conv.itemsize
+
+
+def patch_seconds(conv: Convolution) -> float:
+    """Estimated seconds to write one example's patches and to read them, on a CPU."""
+    return 2 * patch_bytes(conv) / COPY

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 
 from perex import _compat
 from perex._api import Options, signature_of
-from perex._clipping import Clipping, Groups, flatten
+from perex._clipping import Clipping, Groups, GroupWeights, flatten
 from perex._parts import Parts
 from perex._per_example import simplify
-from perex._transform import Problem, sweep, weighted_gradient
+from perex._transform import Problem, SavedMemory, Sweep, manual_axes, sweep
 
 
 class ClippedGradStats(NamedTuple):
@@ -76,19 +76,19 @@ def clipped_grad(
       microbatch_size: how many examples to work on at a time; memory is bounded by these. Any
         number goes with any B, and the result is the same to rounding. None takes all at once.
       save_memory: whether to take two passes. The first brings home norms alone (see
-        `perex.grad_norms`), the second is an ordinary backward pass of the weighted losses ("ghost
-        clipping": Li et al. 2022, arXiv:2110.05679). With `jax.checkpoint` in the loss, memory is
-        about that of the ordinary gradient, and so is the time of each pass; without, there is
-        nothing to save. Sums are rounded as those of `jax.grad` are: parameters must be at least
-        float32.
+        `perex.grad_norms`), the second is the same pass again and brings home weighted sums. With
+        `jax.checkpoint` in the loss, memory is about that of the ordinary gradient, and so is the
+        time of each pass; without, there is nothing to save.
 
     Returns:
       A function with the arguments of ``fun`` (batched) and ``is_padding``, a bool array ``[B]`` or
       None, that returns ``(sum, stats)``. The sum has the structure and shapes of the parameters,
       in at least float32, as rounding it before noise is added would spoil its sensitivity. Stats
       is a `ClippedGradStats`. Padding contributes exactly zero whatever it holds, and so does an
-      example whose gradient is not finite. How far one example can move the sum:
-      `perex.sensitivity`.
+      example whose gradient is not finite. No other example adds more than C (1 + 2**-10), as
+      computed, whatever cancels inside of its gradient (float32; closer to C in float64; the
+      theorem and its derivation stand in `perex._rules.certified`). How far one example can move
+      the sum: `perex.sensitivity`.
 
     Raises:
       TypeError: see `perex.value_and_grad`; or an argument has the wrong type.
@@ -103,11 +103,6 @@ def clipped_grad(
       >>> total.round(6).tolist(), stats.norms.tolist(), int(stats.num_clipped)
       ([0.6000000238418579, 1.2999999523162842], [5.0, 0.5], 1)
     """
-    if save_memory and per != "global":
-        raise ValueError(
-            'perex.clipped_grad: save_memory=True needs per="global", as each further group would '
-            "take a backward pass of its own."
-        )
     options = Options.check(
         "perex.clipped_grad", fun, argnums, has_aux, in_axes, keep_batch_dim, conv=conv
     )
@@ -128,7 +123,8 @@ def clipped_grad(
         _check_padding(is_padding, problem.batch_size)
 
         def one(part: Problem, is_padding: Any) -> tuple[Any, _Examples]:
-            return _clipped_sum(options, clipping, args, part, is_padding, save_memory)
+            run = _clipped_sum_in_two_passes if save_memory else _clipped_sum
+            return run(options, clipping, args, part, is_padding)
 
         if microbatch_size is None or microbatch_size >= problem.batch_size:
             total, examples = one(problem, is_padding)
@@ -152,32 +148,114 @@ class _Examples(NamedTuple):
     is_finite: jax.Array
 
 
+@dataclasses.dataclass(frozen=True)
+class _Swept:
+    """A sweep over one microbatch, its gradients arranged for clipping."""
+
+    result: Sweep
+    treedef: Any
+    paths: list[str]
+    parts: Parts
+
+    @classmethod
+    def of(
+        cls,
+        options: Options,
+        clipping: Clipping,
+        args: tuple[Any, ...],
+        problem: Problem,
+        saved: SavedMemory | None = None,
+    ) -> _Swept:
+        result = sweep(problem, saved)
+        paths, leaves, treedef = flatten(options.by_argument(args, simplify(result.gradients)))
+        if not leaves:
+            raise ValueError("perex.clipped_grad: the arguments in argnums hold no arrays.")
+        return cls(result, treedef, paths, Parts.of(leaves, clipping.groups(paths)))
+
+    def weights(self, clipping: Clipping, is_padding: jax.Array | None) -> GroupWeights:
+        """The weights of each part."""
+        return clipping.weights(self.parts.norms(), self.parts.first(self.paths), is_padding)
+
+    def values(self, is_padding: jax.Array | None) -> jax.Array:
+        values = self.result.values
+        return values if is_padding is None else jnp.where(is_padding, 0, values)
+
+
 def _clipped_sum(
     options: Options,
     clipping: Clipping,
     args: tuple[Any, ...],
     problem: Problem,
     is_padding: jax.Array | None,
-    save_memory: bool,
 ) -> tuple[Any, _Examples]:
     """Returns the clipped sum of one microbatch, arranged like the arguments in ``argnums``."""
-    if save_memory:
-        _check_wide(problem)
-    result = sweep(problem, norms=save_memory)
-    paths, leaves, treedef = flatten(options.by_argument(args, simplify(result.gradients)))
-    if not leaves:
-        raise ValueError("perex.clipped_grad: the arguments in argnums hold no arrays.")
-    parts = Parts.of(leaves, clipping.groups(paths))
-    clipped = clipping.weights(parts.norms(), parts.first(paths), is_padding)
-    if save_memory:
-        sums = weighted_gradient(problem, clipped.weights[0])
-        sums = jax.tree.leaves(options.by_argument(args, sums))
-    else:
-        sums = parts.weighted_sums(clipped.weights)
-    values = result.values if is_padding is None else jnp.where(is_padding, 0, result.values)
-    return treedef.unflatten(sums), _Examples(
-        values, clipped.norms, result.aux, clipped.is_clipped, clipped.is_finite
+    swept = _Swept.of(options, clipping, args, problem)
+    clipped = swept.weights(clipping, is_padding)
+    sums = swept.parts.weighted_sums(clipped.weights)
+    return swept.treedef.unflatten(sums), _Examples(
+        swept.values(is_padding),
+        clipped.norms,
+        swept.result.aux,
+        clipped.is_clipped,
+        clipped.is_finite,
     )
+
+
+def _clipped_sum_in_two_passes(
+    options: Options,
+    clipping: Clipping,
+    args: tuple[Any, ...],
+    problem: Problem,
+    is_padding: jax.Array | None,
+) -> tuple[Any, _Examples]:
+    """The same in two passes: the first for the norms, the second for the sum.
+
+    Both are steps of one loop, so that they are one program and compute the same numbers: what is
+    summed is what was measured, to the last bit.
+    """
+    parameters = problem.parameter_structs()
+    order = jax.tree.leaves(options.by_argument(args, range(len(parameters))))
+    treedef = jax.tree.structure(options.by_argument(args, parameters), is_leaf=_is_struct)
+
+    def measured(swept: _Swept) -> GroupWeights:
+        clipped = swept.weights(clipping, is_padding)
+        return clipped._replace(weights=swept.parts.for_leaves(clipped.weights))
+
+    def one_pass(carry: Any, is_sum: jax.Array) -> tuple[Any, Any]:
+        clipped, sums = carry
+        weights = dict(zip(order, clipped.weights, strict=True))
+        saved = SavedMemory([weights[i] for i in range(len(parameters))], is_sum)
+        swept = _Swept.of(options, clipping, args, problem, saved)
+
+        def summed() -> list[jax.Array]:
+            totals = swept.parts.weighted_sums(swept.parts.first(clipped.weights))
+            return [x.astype(like.dtype) for x, like in zip(totals, sums, strict=True)]
+
+        sums = jax.lax.cond(is_sum, summed, lambda: sums)
+        clipped = jax.lax.cond(is_sum, lambda: clipped, lambda: measured(swept))
+        return (clipped, sums), (swept.values(is_padding), swept.result.aux)
+
+    structs = jax.eval_shape(
+        lambda: measured(_Swept.of(options, clipping, args, problem, SavedMemory()))
+    )
+    axes = manual_axes(problem)
+    start = (
+        jax.tree.map(_zeros_like, structs),
+        [
+            _compat.vary_over(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), axes)
+            for x in (parameters[i] for i in order)
+        ],
+    )
+    passes = jnp.arange(2) == 1
+    (clipped, sums), told = jax.lax.scan(one_pass, start, passes)
+    values, aux = jax.tree.map(lambda x: x[1], told)
+    return treedef.unflatten(sums), _Examples(
+        values, clipped.norms, aux, clipped.is_clipped, clipped.is_finite
+    )
+
+
+def _is_struct(x: Any) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct)
 
 
 def _in_microbatches(
@@ -238,18 +316,6 @@ def _in_microbatches(
 def _zeros_like(struct: Any) -> jax.Array:
     """Returns zeros that vary over the manual mesh axes as the sum does, in ``shard_map``."""
     return _compat.vary_over(jnp.zeros(struct.shape, struct.dtype), _compat.manual_axes(struct))
-
-
-def _check_wide(problem: Problem) -> None:
-    names = zip(problem.leaf_names, problem.leaves, problem.parameters, strict=True)
-    for name, leaf, is_parameter in names:
-        dtype = jax.typeof(leaf).dtype
-        if is_parameter and jnp.finfo(dtype).bits < 32:
-            raise TypeError(
-                f"perex.clipped_grad: save_memory=True needs parameters of at least float32, as "
-                f"sums are rounded to their dtype, but {name} has dtype {dtype}. Keep it in "
-                "float32 and cast it inside the loss."
-            )
 
 
 def _check_padding(is_padding: Any, batch_size: int) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from perex._norms import ScaledNorms, combine_norms, from_square_norms, is_factored
+from perex._rules.certified import TOLERANCE, unit_roundoff
 
 Groups = str | Callable[[str], Hashable]
 
@@ -59,7 +60,9 @@ def clip_weights(
     Mode "clip" gives `min(1, C / norm)` (Abadi et al. 2016, arXiv:1607.00133), which leaves a norm
     of zero alone and is one everywhere when C is infinite. Mode "automatic" gives
     `C / (norm + gamma)` (Bu et al. 2022, arXiv:2206.07136), which scales small gradients up as
-    well. With either, no weighted gradient is longer than C.
+    well. With either, no weighted gradient is longer than C, as computed: where the term of the sum
+    may be longer than the norm says, because products cancel, the upper end takes the place of the
+    norm (see `perex._rules.certified` for the theorem).
 
     Args:
       norms: the norms, or square norms `[B]`.
@@ -75,7 +78,8 @@ def clip_weights(
     if not isinstance(norms, ScaledNorms):
         norms = from_square_norms(norms)
     is_finite = jnp.isfinite(norms.squares)
-    root = jnp.sqrt(norms.squares)
+    tolerance = TOLERANCE * unit_roundoff(norms.squares.dtype)
+    root = jnp.maximum(jnp.sqrt(norms.squares), jnp.sqrt(norms.upper) / (1 + tolerance))
     # C / norm as a quotient of numbers that are in range, even where the norm itself is not.
     unit = jnp.maximum(norms.scale, 1)
     scaled_norm = norms.scale / unit * root
@@ -83,7 +87,8 @@ def clip_weights(
     if mode == "automatic":
         factor = scaled_clip / (scaled_norm + gamma / unit)
     else:
-        factor = jnp.where(norms.values() > l2_norm_clip, scaled_clip / scaled_norm, 1)
+        longer = norms.scale * root > l2_norm_clip
+        factor = jnp.where(longer, scaled_clip / jnp.where(longer, scaled_norm, 1), 1)
     included = is_finite
     if is_padding is not None:
         included = is_finite & ~is_padding

@@ -1,87 +1,25 @@
 """Evaluates a plan for one example, with taps.
 
-A *tap* is an extra input of a site, a zero that does not affect the value. The backward rule of the
-site puts into the tap's cotangent what perex wants to know: the site's inputs and the cotangent of
-its result, from which the rules compute gradients, norms and weighted sums for the whole batch.
+The backward rule of a site puts into its tap's cotangent what perex wants to know (`perex._taps`).
 One ``jax.vjp`` under ``jax.vmap`` does all differentiation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from perex import _compat, _control_flow
-from perex._norms import ScaledNorms
-from perex._rules import Site, find_rule, per_example
-from perex._steps import PARAM, Apply, Plan, Prepare, SiteUse, Tap
-
-
-class Factors(NamedTuple):
-    """What a tap brings back: the inputs of a site and the cotangent of its result.
-
-    With the example axis in front, and after it an axis for each enclosing scan.
-    """
-
-    inputs: tuple[Any, ...]
-    cotangent: Any
-
-
-# What a tap brings back where no more than the norm of the site's gradient is wanted is the norm.
-Tapped = Factors | ScaledNorms
-
-
-def make_taps(plan: Plan, norms: Container[int] = ()) -> list[Tapped]:
-    """Returns a zero tap for each site of the plan, with an axis in front for each scan.
-
-    Args:
-      plan: the plan.
-      norms: the sites, by number, whose taps bring back norms.
-    """
-    return [_zero_tap(use, number in norms) for number, use in enumerate(plan.sites)]
-
-
-def _zero_tap(use: SiteUse, of_norm: bool) -> Tapped:
-    lengths = tuple(length for length, _ in use.stack)
-    variables = use.equation.source.invars
-    axes = frozenset().union(*(_compat.manual_axes(v.aval) for v in variables))
-
-    def zero(struct: jax.ShapeDtypeStruct) -> jax.Array:
-        return _compat.vary_over(jnp.zeros(lengths + struct.shape, struct.dtype), axes)
-
-    if of_norm:
-        structs = jax.eval_shape(_norm(use.site), use.site.inputs, use.site.out)
-        return ScaledNorms(*map(zero, structs))
-    inputs = tuple(jax.tree.map(zero, jax.eval_shape(_encode, s)) for s in use.site.inputs)
-    return Factors(inputs, zero(use.site.out))
-
-
-# Cotangents of integers do not exist, so the integer inputs of a site (token ids) travel as floats.
-# float32 holds 24 bits exactly and float64 53; wider integers travel as two halves.
-_HALF = 16
-
-
-def _encode(value: jax.Array) -> Any:
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return value
-    if value.dtype.itemsize <= 2:
-        return value.astype(jnp.float32)
-    half = _HALF * value.dtype.itemsize // 4
-    dtype = jnp.float32 if value.dtype.itemsize == 4 else jnp.float64
-    return (value >> half).astype(dtype), (value & ((1 << half) - 1)).astype(dtype)
-
-
-def decode(encoded: Any, struct: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns the input of a site from the cotangent of its tap."""
-    if not isinstance(encoded, tuple):
-        return encoded.astype(struct.dtype)
-    half = _HALF * struct.dtype.itemsize // 4
-    high, low = (part.astype(struct.dtype) for part in encoded)
-    return (high << half) | low
+from perex._rules import Site, find_rule, per_example, settled_norms, site_sum
+from perex._rules.chunks import varying_zeros
+from perex._rules.outer_product import accumulate_dtype
+from perex._rules.scales import ScaledNorms
+from perex._steps import PARAM, Apply, Plan, Prepare, Tap
+from perex._taps import Factors, Gradient, Saving, Settled, Tapped, encode
 
 
 def evaluate(
@@ -89,6 +27,7 @@ def evaluate(
     values: Mapping[int, Any],
     differentiable: Mapping[int, Any],
     taps: Sequence[Tapped],
+    saving: Saving | None = None,
 ) -> list[Any]:
     """Evaluates a plan for one example.
 
@@ -97,6 +36,7 @@ def evaluate(
       values: the program's inputs, those in ``plan.plain`` and all that are not parameters.
       differentiable: the inputs in ``plan.differentiable``.
       taps: a tap for each site.
+      saving: how memory is saved; sites of the plan have the numbers that it says.
 
     Returns:
       The program's outputs.
@@ -135,10 +75,10 @@ def evaluate(
         elif isinstance(step, Tap):
             operands = [environment[v] for v in equation.inputs]
             with _compat.equation_scope(equation.source):
-                results = [tapped(step.site, step.active, operands, taps[step.index])]
+                results = [tapped(step, operands, taps[step.index], saving)]
         else:
             results = _control_flow.emit(
-                step, plan, environment, differentiated, taps, run=evaluate
+                step, plan, environment, differentiated, taps, saving, run=evaluate
             )
         environment.update(zip(equation.outputs, results, strict=True))
 
@@ -148,25 +88,33 @@ def evaluate(
     ]
 
 
-def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any) -> Any:
+def tapped(step: Tap, operands: Sequence[Any], tap: Tapped, saving: Saving | None) -> Any:
     """Evaluates a site with its tap.
 
     The parameter is a constant of this differentiation: all there is to know about its gradient is
-    in the factors that the tap takes home.
+    in what the tap takes home.
     """
+    site, active = step.site, step.active
     parameter = operands[site.argument]
     inputs = (*operands[: site.argument], *operands[site.argument + 1 :])
-    of_norm = isinstance(tap, ScaledNorms)
+    extra = None, None
+    bring = _bring_factors
+    if isinstance(tap, Gradient):
+        bring = _bring_gradients
+    elif isinstance(tap, Settled):
+        assert saving is not None
+        bring = partial(_bring_settled, saving.ways[step.index])
+        extra = saving.weights.get(step.index), saving.is_sum
 
     @jax.custom_vjp
-    def call(tap: Any, parameter: Any, inputs: tuple[Any, ...]) -> Any:
+    def call(tap: Any, parameter: Any, inputs: tuple[Any, ...], extra: Any) -> Any:
         return site.apply(inputs, parameter)
 
-    def forward(tap: Any, parameter: Any, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-        return site.apply(inputs, parameter), (parameter, inputs)
+    def forward(tap: Any, parameter: Any, inputs: tuple[Any, ...], extra: Any) -> tuple[Any, Any]:
+        return site.apply(inputs, parameter), (parameter, inputs, extra)
 
     def backward(residuals: Any, cotangent: Any) -> tuple[Any, ...]:
-        parameter, inputs = residuals
+        parameter, inputs, extra = residuals
 
         def of_active(*chosen: Any) -> Any:
             remaining = iter(chosen)
@@ -176,20 +124,82 @@ def tapped(site: Site, active: Sequence[bool], operands: Sequence[Any], tap: Any
         _, pull = jax.vjp(of_active, *(x for a, x in zip(active, inputs, strict=True) if a))
         cotangents = iter(pull(cotangent))
         input_cotangents = tuple(next(cotangents) if a else None for a in active)
-        if of_norm:
-            brought = ScaledNorms(*_norm(site)(inputs, cotangent))
-        else:
-            brought = Factors(tuple(map(_encode, inputs)), cotangent)
-        return brought, None, input_cotangents
+        return bring(site, inputs, cotangent, *extra), None, input_cotangents, None
 
     call.defvjp(forward, backward)
-    return call(tap, parameter, inputs)
+    return call(tap, parameter, inputs, extra)
 
 
-def _norm(site: Site) -> Callable[..., Any]:
-    """Returns the function from one example's inputs and cotangent to scale and squares."""
-    rule: Any = find_rule(site.primitive)
-    return _for_the_whole_batch(partial(rule.scaled_norm, site))
+# What the tap of a site takes home, of one example.
+
+
+def _bring_factors(site: Site, inputs: Any, cotangent: Any, *_: None) -> Factors:
+    read = inputs if getattr(find_rule(site.primitive), "reads_inputs", True) else ()
+    return Factors(tuple(map(encode, read)), cotangent)
+
+
+def _bring_gradients(site: Site, inputs: Any, cotangent: Any, *_: None) -> Gradient:
+    rule = find_rule(site.primitive)
+    gradients = _for_the_whole_batch(
+        lambda inputs, cotangent: per_example(rule, site, inputs, cotangent, wide=True)
+    )
+    return Gradient(gradients(inputs, cotangent))
+
+
+def _bring_settled(
+    way: str, site: Site, inputs: Any, cotangent: Any, weight: Any, is_sum: Any
+) -> Settled:
+    norms = partial(settled_norms, find_rule(site.primitive), site, way)
+    if is_sum is None:
+        return Settled(_for_the_whole_batch(norms)(inputs, cotangent), None)
+    return _settle_either(norms, site, way)(is_sum, inputs, cotangent, weight)
+
+
+def _settle_either(
+    norms: Callable[..., ScaledNorms], site: Site, way: str
+) -> Callable[..., Settled]:
+    """Returns the function of one example that brings norms, or the sum over the whole batch."""
+    rule = find_rule(site.primitive)
+
+    def both(is_sum: Any, inputs: tuple[Any, ...], cotangent: Any, weights: Any) -> Settled:
+        def sums(inputs: Any, cotangent: Any, weights: Any) -> Any:
+            total = site_sum(rule, site, way, inputs, cotangent, weights)
+            return total.astype(accumulate_dtype(site.parameter.dtype))
+
+        def zeros(struct: Any) -> jax.Array:
+            return varying_zeros(struct.shape, struct.dtype, (cotangent,))
+
+        operands = inputs, cotangent, weights
+        total = jax.eval_shape(sums, *operands)
+        known = jax.eval_shape(lambda i, c, w: norms(i, c), *operands)
+        return jax.lax.cond(
+            is_sum,
+            lambda *args: Settled(jax.tree.map(zeros, known), sums(*args)),
+            lambda i, c, w: Settled(norms(i, c), zeros(total)),
+            *operands,
+        )
+
+    @jax.custom_batching.custom_vmap
+    def one(is_sum: Any, inputs: Any, cotangent: Any, weight: Any) -> Settled:
+        batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), (inputs, cotangent, weight))
+        result = both(is_sum, *batch)
+        return result._replace(norms=jax.tree.map(lambda x: x[0], result.norms))
+
+    @one.def_vmap
+    def many(size: int, batched: Any, is_sum: Any, *arguments: Any) -> Any:
+        result = both(is_sum, *_with_axes(size, batched[1:], arguments))
+        return result, Settled(jax.tree.map(lambda _: True, result.norms), False)
+
+    return one
+
+
+def _with_axes(size: int, batched: Sequence[Any], arguments: Sequence[Any]) -> Any:
+    """Gives the arguments that all examples share an example axis."""
+
+    def with_axis(value: jax.Array, is_batched: bool) -> jax.Array:
+        return value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
+
+    return jax.tree.map(with_axis, tuple(arguments), tuple(batched))
 
 
 def _for_the_whole_batch(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,15 +207,12 @@ def _for_the_whole_batch(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @jax.custom_batching.custom_vmap
     def one(*arguments: Any) -> Any:
-        batch = jax.tree.map(lambda x: x[None], arguments)
+        batch = jax.tree.map(lambda x: jnp.expand_dims(x, 0), arguments)
         return jax.tree.map(lambda x: x[0], function(*batch))
 
     @one.def_vmap
     def many(size: int, batched: Any, *arguments: Any) -> Any:
-        def with_axis(value: jax.Array, is_batched: bool) -> jax.Array:
-            return value if is_batched else jnp.broadcast_to(value, (size, *value.shape))
-
-        result = function(*jax.tree.map(with_axis, arguments, tuple(batched)))
+        result = function(*_with_axes(size, batched, arguments))
         return result, jax.tree.map(lambda _: True, result)
 
     return one

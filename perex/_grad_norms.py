@@ -13,7 +13,7 @@ from perex._clipping import Clipping, Groups, flatten
 from perex._norms import combine_norms
 from perex._parts import Parts
 from perex._per_example import PerExample
-from perex._transform import sweep
+from perex._transform import SavedMemory, sweep
 
 
 def grad_norms(
@@ -69,7 +69,7 @@ def grad_norms(
 
     @signature_of(fun)
     def norms_of(*args: Any, **kwargs: Any) -> Any:
-        result = sweep(options.problem(args, kwargs), norms=save_memory)
+        result = sweep(options.problem(args, kwargs), SavedMemory() if save_memory else None)
         paths, leaves, treedef = flatten(options.by_argument(args, result.gradients))
         if per == "leaf":
             tree = treedef.unflatten([_norms.square_norms(leaf).values() for leaf in leaves])
@@ -88,4 +88,5 @@ def grad_norms(
 
 
 def _array_if_plain(leaf: Any) -> Any:
-    return leaf.materialize() if isinstance(leaf, PerExample) and not leaf.uses else leaf
+    plain = isinstance(leaf, PerExample) and not leaf.uses and leaf.dense is not None
+    return leaf.materialize() if plain else leaf

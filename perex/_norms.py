@@ -8,38 +8,38 @@ stands for one and offers `square_norms() -> [B]` and `weighted_sum(weights) -> 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perex._rules.scales import power_of_two, scaled_squares, sum_squares
+from perex._rules.scales import ScaledNorms, power_of_two, scaled_squares, sum_squares
 
-
-class ScaledNorms(NamedTuple):
-    """Norms of B vectors, `scale * sqrt(squares)`, of which neither part overflows or underflows.
-
-    `scale` is zero or a power of two `[B]`, `squares` is `[B]`. A vector that holds Inf or NaN has
-    Inf or NaN squares.
-    """
-
-    scale: jax.Array
-    squares: jax.Array
-
-    def values(self) -> jax.Array:
-        """Return the norms `[B]`; infinite where the norm itself is too large for the dtype."""
-        # A square root has no derivative at zero; that of the norm shall be zero there.
-        nonzero = self.squares != 0
-        root = jnp.sqrt(jnp.where(nonzero, self.squares, 1))
-        return self.scale * jnp.where(nonzero, root, 0)
+__all__ = [
+    "KnownNorms",
+    "ScaledNorms",
+    "at_least_float32",
+    "combine_columns",
+    "combine_norms",
+    "from_square_norms",
+    "is_factored",
+    "square_norms",
+    "weighted_sum",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KnownNorms:
-    """Stands for per-example gradients of which nothing but the norms is known."""
+    """Stands for per-example gradients of which nothing but norms, or a sum, is known.
+
+    Attributes:
+      norms: their norms `[B]`.
+      total: their sum with weights that were chosen before, or None.
+    """
 
     norms: ScaledNorms
+    total: Any = None
 
     def scaled_norms(self) -> ScaledNorms:
         """Return the norms `[B]`."""
@@ -93,10 +93,10 @@ def _array_norms(leaf: jax.Array) -> ScaledNorms:
     usable = (squares >= low) & (squares <= high)
 
     def as_is():
-        return ScaledNorms(jnp.ones_like(squares), squares)
+        return ScaledNorms.measured(jnp.ones_like(squares), squares)
 
     def rescaled():
-        again = ScaledNorms(*scaled_squares(leaf).T)
+        again = ScaledNorms.measured(*scaled_squares(leaf).T)
         return ScaledNorms(*(jnp.where(usable, *pair) for pair in zip(as_is(), again, strict=True)))
 
     return jax.lax.cond(jnp.all(usable), as_is, rescaled)
@@ -108,7 +108,7 @@ def from_square_norms(squares: jax.Array) -> ScaledNorms:
     squares = jnp.maximum(squares.astype(at_least_float32(squares.dtype)), 0)
     scale = power_of_two(jnp.sqrt(squares))
     # Twice, because the square of the scale can be out of range.
-    return ScaledNorms(scale, squares / scale / scale)
+    return ScaledNorms.measured(scale, squares / scale / scale)
 
 
 def combine_norms(norms: Sequence[ScaledNorms]) -> ScaledNorms:
@@ -120,13 +120,14 @@ def combine_norms(norms: Sequence[ScaledNorms]) -> ScaledNorms:
 def combine_columns(norms: ScaledNorms) -> ScaledNorms:
     """Return the norms `[B]` of the concatenation of vectors with norms `[B, N]`."""
     if norms.squares.shape[1] == 1:
-        return ScaledNorms(norms.scale[:, 0], norms.squares[:, 0])
+        return ScaledNorms(*(part[:, 0] for part in norms))
     # A vector that is zero has no say in the scale.
-    scales = jnp.where(norms.squares == 0, 0, norms.scale)
+    scales = jnp.where(norms.upper == 0, 0, norms.scale)
     scale = jnp.max(scales, axis=1, initial=0)
-    ratio = scales / jnp.where(scale == 0, 1, scale)[:, None]
+    ratio = scales / jax.lax.expand_dims(jnp.where(scale == 0, 1, scale), (1,))
     # Twice, because the square of the ratio can be out of range where the product is not.
-    return ScaledNorms(scale, jnp.sum(norms.squares * ratio * ratio, axis=1))
+    sums = (jnp.sum(part * ratio * ratio, axis=1) for part in (norms.squares, norms.upper))
+    return ScaledNorms(scale, *sums)
 
 
 def weighted_sum(leaf: Any, weights: jax.Array) -> jax.Array:
@@ -137,12 +138,14 @@ def weighted_sum(leaf: Any, weights: jax.Array) -> jax.Array:
     such an example spoils it.
 
     Args:
-      leaf: an array `[B, *shape]` or a factored leaf.
+      leaf: an array `[B, *shape]` or a factored leaf; or known norms, whose total is returned.
       weights: `[B]`, finite.
 
     Returns:
       An array of the leaf's `shape`, in at least float32.
     """
+    if isinstance(leaf, KnownNorms):
+        return leaf.total
     if is_factored(leaf):
         return leaf.weighted_sum(weights)
     return _array_sum(leaf, weights)

@@ -49,6 +49,11 @@ class Parts:
         """Returns, of one value for each leaf, that of the first leaf of each part."""
         return [values[part[0]] for part in self.members]
 
+    def for_leaves(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns, of one value for each part, that of the part of each leaf."""
+        by_leaf = {i: v for part, v in zip(self.members, values, strict=True) for i in part}
+        return tuple(by_leaf[i] for i in range(len(self.leaves)))
+
     def norms(self) -> list[ScaledNorms]:
         """Returns the norms ``[B]`` of each part."""
         return [_norms.square_norms(self._joined(part)) for part in self.members]

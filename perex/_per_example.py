@@ -18,9 +18,10 @@ import numpy as np
 
 from perex import _norms, _ways
 from perex._norms import KnownNorms, ScaledNorms
+from perex._rules.certified import CertifiedNorms, settle
 from perex._rules.chunks import cache_chunk, map_chunks, sum_chunks
-from perex._rules.scales import scaled_squares
-from perex._tied import norms_by_pairs
+from perex._rules.outer_product import measure, sum_measured, zero_norms
+from perex._tied import adds_by_pairs, norms_by_pairs
 from perex._uses import Use
 
 _Puller = Callable[[jax.Array], jax.Array]
@@ -28,7 +29,7 @@ _Puller = Callable[[jax.Array], jax.Array]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("uses", "dense"),
+    data_fields=("uses", "dense", "extent"),
     meta_fields=("batch_size", "leaf_shape", "leaf_dtype"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +43,7 @@ class PerExample:
     Attributes:
       uses: the uses of the parameter at sites.
       dense: the per-example gradient through all other uses ``[B, *shape]``, or None.
+      extent: for a gradient that is zero, an array ``[B, 0]``, else None.
       batch_size: B.
       leaf_shape: the parameter's shape.
       leaf_dtype: the parameter's dtype.
@@ -59,6 +61,7 @@ class PerExample:
 
     uses: tuple[Use, ...]
     dense: Any
+    extent: Any
     batch_size: int
     leaf_shape: tuple[int, ...]
     leaf_dtype: Any
@@ -94,7 +97,7 @@ class PerExample:
             cotangent = self.uses[0].factors.cotangent
             inner = 1 + len(use.stack) + len(use.site.out.shape)
             return tuple(cotangent.shape[: cotangent.ndim - inner])
-        return ()
+        return tuple(self.extent.shape[:-2])
 
     def materialize(self) -> jax.Array:
         """Returns the per-example gradients, ``[B, *shape]``."""
@@ -102,17 +105,38 @@ class PerExample:
             return jax.vmap(PerExample.materialize)(self)
         return materialize_all([self])[0]
 
+    def way(self) -> _ways.Choice:
+        """Returns the way to norms and weighted sums: "keep", "gram" or "stream"."""
+        if self._is_zero():
+            return _ways.Choice("zero", "no gradient flows to it", None)
+        uses = [(use.preparation.use, use.preparation.isometric) for use in self.uses]
+        size = math.prod(self.leaf_shape)
+        chosen = _ways.choice(uses, self.batch_size, size, self.dense is not None)
+        tied = len(self.uses) > 1 or (self.uses and self.uses[0].preparation.is_direction)
+        if chosen.way == "gram" and tied and not adds_by_pairs(self.uses):
+            return _ways.Choice("stream", "inner products of the uses cost more", chosen.seconds)
+        return chosen
+
+    def _is_zero(self) -> bool:
+        return not self.uses and self.dense is None
+
     def scaled_norms(self) -> ScaledNorms:
-        """Returns the norms ``[B]`` in two parts, neither of which overflows or underflows."""
+        """Returns the norms ``[B]`` in parts of which none overflows or underflows."""
         if self._outer_shape():
             return jax.vmap(PerExample.scaled_norms)(self)
-        if not self.uses:
-            return _norms.square_norms(self.materialize())
-        if self.dense is None:
-            norms = self.uses[0].norms() if len(self.uses) == 1 else norms_by_pairs(self.uses)
-            if norms is not None:
-                return norms
-        return ScaledNorms(*self._in_chunks(scaled_squares).T)
+        return _norms_of_leaf(self)
+
+    def _streamed_norms(self) -> CertifiedNorms:
+        if self._is_one_site():
+            return self.uses[0].norms("stream")
+        return CertifiedNorms.measured(*self._in_chunks(measure).T)
+
+    def _is_one_site(self) -> bool:
+        """Whether the rule of a single site can measure and sum the gradients by itself."""
+        if len(self.uses) != 1 or self.dense is not None:
+            return False
+        use = self.uses[0].preparation.use
+        return self.uses[0].preparation.isometric and use.site.mask is None and _ways.merges(use)
 
     def square_norms(self) -> jax.Array:
         """Returns the squared L2 norm of each example's gradient.
@@ -140,16 +164,15 @@ class PerExample:
             return jax.vmap(PerExample.weighted_sum)(self, weights)
         dtype = jnp.promote_types(self.leaf_dtype, jnp.float32)
         weights = jnp.asarray(weights).astype(dtype)
-        total = jnp.zeros(self.leaf_shape, dtype)
-        if self.dense is not None:
-            total += _norms.weighted_sum(self.dense, weights)
-        for use in self.uses:
-            term = use.weighted_sum(weights)
-            if term is None:
-                alone = dataclasses.replace(self, uses=(use,), dense=None)
-                term = alone._in_chunks(_chunk_sum, weights)
-            total += term.astype(dtype)
-        return total
+        way = self.way().way
+        if way == "zero":
+            return jnp.zeros(self.leaf_shape, dtype)
+        if way == "keep":
+            return _norms.weighted_sum(self.materialize(), weights)
+        if way == "stream" and not self._is_one_site():
+            return self._in_chunks(sum_measured, weights).astype(dtype)
+        terms = [use.weighted_sum(weights, way).astype(dtype) for use in self.uses]
+        return sum(terms[1:], terms[0])
 
     def _in_chunks(
         self, function: Callable[..., jax.Array], weights: jax.Array | None = None
@@ -199,10 +222,23 @@ class PerExample:
         return f"PerExample(shape={self.shape}, dtype={self.dtype}, {' + '.join(terms) or 'zero'})"
 
 
-def _chunk_sum(gradients: jax.Array, weights: jax.Array) -> jax.Array:
-    used = jnp.expand_dims(weights != 0, tuple(range(1, gradients.ndim)))
-    gradients = jnp.where(used, gradients, 0).astype(weights.dtype)
-    return jnp.tensordot(weights, gradients, 1, precision=jax.lax.Precision.HIGHEST)
+# Compiled, as otherwise each call outside of jit would compile its conditional anew.
+@jax.jit
+def _norms_of_leaf(leaf: PerExample) -> ScaledNorms:
+    way = leaf.way().way
+    if way == "zero":
+        return zero_norms(leaf.batch_size, leaf.leaf_dtype).scaled()
+    if way == "keep":
+        return _norms.square_norms(leaf.materialize())
+    if way == "stream":
+        return leaf._streamed_norms().scaled()
+    use = leaf.uses[0]
+    if len(leaf.uses) > 1 or use.preparation.is_direction:
+        certified = norms_by_pairs(leaf.uses)
+    else:
+        certified = use.norms("gram")
+
+    return settle(certified, leaf._streamed_norms)
 
 
 def _chunk_size(uses: Sequence[Use], size: int, batch_size: int) -> int:
@@ -274,6 +310,13 @@ def _leaf_gradients(uses: Sequence[Use], pulls: Sequence[_Puller]) -> list[jax.A
 
 def simplify(leaves: Sequence[PerExample | KnownNorms]) -> list[Any]:
     """Replaces leaves by arrays where these cost little or nothing better is known."""
-    kept = [x for x in leaves if isinstance(x, PerExample) and _ways.keeps(x)]
+
+    def is_kept(leaf: PerExample | KnownNorms) -> bool:
+        if not isinstance(leaf, PerExample):
+            return False
+        small = _ways.is_small(leaf.batch_size, math.prod(leaf.leaf_shape))
+        return leaf.way().way == "keep" or (leaf._is_zero() and small)
+
+    kept = [x for x in leaves if isinstance(x, PerExample) and is_kept(x)]
     arrays = {id(x): array for x, array in zip(kept, materialize_all(kept), strict=True)}
     return [arrays.get(id(x), x) for x in leaves]

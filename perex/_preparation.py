@@ -21,7 +21,10 @@ from perex._trace import Equation
 
 _P = _compat.primitives
 # Rearrangements of numbers: their transpose keeps the L2 norm.
-_ISOMETRIES = {_P.reshape_p, _P.transpose_p, _P.squeeze_p, _P.rev_p, _P.copy_p, _P.neg_p}
+# (The transpose of a slice puts zeros around it.)
+_ISOMETRIES = {
+    _P.reshape_p, _P.transpose_p, _P.squeeze_p, _P.rev_p, _P.copy_p, _P.neg_p, _P.slice_p,
+}  # fmt: skip
 
 
 def prepare(
@@ -130,6 +133,11 @@ def is_isometric(plan: Plan, use: SiteUse) -> bool:
     return True
 
 
+def is_direction(use: SiteUse, isometric: bool) -> bool:
+    """Whether leaves enter a site by one number, computed from them once."""
+    return not isometric and use.site.parameter.size == 1 and not use.stack
+
+
 def _is_isometry(plan: Plan, equation: Equation) -> bool:
     if len(equation.inputs) != 1 or plan.dependence[equation.outputs[0]] != PARAM:
         return False
@@ -176,6 +184,11 @@ class Preparation:
         return cls(plan, use, leaf, inputs, isometric)
 
     @property
+    def is_direction(self) -> bool:
+        """Whether the leaf enters by one number, so that all gradients are multiples of one."""
+        return is_direction(self.use, self.isometric)
+
+    @property
     def is_identity(self) -> bool:
         """Whether the operand is the leaf itself."""
         return self.isometric and not steps(self.plan, self.use)
@@ -208,6 +221,31 @@ class Preparation:
         leaf = _compat.vary_over(jax.numpy.asarray(named[self.leaf]), manual_axes)
         _, pull = jax.vjp(operand, leaf)
         return lambda cotangent: pull(cotangent)[0]
+
+    def pull_sum(
+        self, total: jax.Array, values: tuple[Any, ...], manual_axes: frozenset[Any]
+    ) -> jax.Array:
+        """Pulls a sum back to the leaf without rounding it to the operand's dtype.
+
+        The pull-back takes the operand's dtype. It is linear, so a sum of higher precision goes
+        through in parts, each rounding error of the last one.
+
+        Args:
+          total: a sum of gradients of the operand, in at least its dtype.
+          values: see `puller`.
+          manual_axes: see `puller`.
+        """
+        if self.is_identity:
+            return total
+        operand = self.use.site.parameter.dtype
+        parts = -(-jax.numpy.finfo(total.dtype).nmant // (jax.numpy.finfo(operand).nmant + 1))
+        pulled, pull = None, self.puller(values, manual_axes)
+        for _ in range(parts):
+            part = total.astype(operand)
+            total = total - part.astype(total.dtype)
+            result = pull(part).astype(total.dtype)
+            pulled = result if pulled is None else pulled + result
+        return pulled  # type: ignore[return-value]
 
     def _key(self) -> tuple[Any, ...]:
         use = self.use

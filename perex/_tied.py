@@ -18,6 +18,8 @@ Letters: B examples; S, T positions; N entries of a factor.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
@@ -26,8 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from perex import _compat, _ways
-from perex._norms import ScaledNorms, combine_norms
 from perex._preparation import Preparation, steps
+from perex._rules.certified import REDUCTION, CertifiedNorms, sum_slack, unit_roundoff
 from perex._rules.chunks import cache_chunk, map_chunks
 from perex._rules.outer_product import accumulate_dtype, product_seconds
 from perex._rules.scales import combine_scales, divide, unit_scale
@@ -37,41 +39,92 @@ _P = _compat.primitives
 
 
 class _Form(NamedTuple):
-    """A gradient as a sum of outer products over positions, in the leaf's layout.
+    """A gradient of which inner products are cheap, as ``scale`` ``[B]`` times what is said here.
 
-    ``sides`` maps the leaf's axes, ascending, to a factor over these: ``[B, T, N]``, or integers
-    ``[B, T]`` that stand for unit vectors. The gradient is ``scale`` ``[B]`` times what these say.
+    Either a sum of outer products over positions, in the leaf's layout: ``sides`` maps the leaf's
+    axes, ascending, to a factor over these, ``[B, T, N]`` or integers ``[B, T]`` that stand for
+    unit vectors. Or ``direction`` ``[*leaf]``, which all examples share, times ``coefficients``
+    ``[B]``.
+    ``magnitude`` ``[B]`` is the sum of the norms of the terms.
     """
 
     sides: Mapping[tuple[int, ...], jax.Array]
     scale: jax.Array
+    magnitude: jax.Array
+    direction: jax.Array | None = None
+    coefficients: jax.Array | None = None
+
+    def length(self, key: tuple[int, ...]) -> int:
+        """How many entries a factor has."""
+        side = self.sides[key]
+        return side.shape[2] if side.ndim == 3 else 1
 
 
-def norms_by_pairs(uses: Sequence[Use]) -> ScaledNorms | None:
-    """Returns the norms ``[B]`` of the sum of several uses' gradients by inner products.
+def adds_by_pairs(uses: Sequence[Use]) -> bool:
+    """Whether the norm of the sum of several uses' gradients is best made of inner products.
 
-    Returns None where there is no cheap inner product, or streaming the gradients is cheaper.
+    Not where there is no cheap inner product, nor where streaming the gradients is cheaper.
     """
-    forms, norms = [], []
-    for use in uses:
-        form = _form_of(use)
-        norm = None if form is None else use.norms()
-        if form is None or norm is None or (forms and set(form.sides) != set(forms[0].sides)):
-            return None
-        forms.append(form)
-        norms.append(norm)
-    if not _pays(uses, forms):
-        return None
-    total = combine_norms(norms)
-    cross = jnp.zeros_like(total.squares)
+    found = []
+
+    def look(uses: Sequence[Use]) -> None:
+        forms = [_form_of(use) for use in uses]
+        known = [form for form in forms if form is not None]
+        found.append(len(known) == len(uses) and _alike(known) and _pays(uses, known))
+
+    jax.eval_shape(look, tuple(uses))
+    return found[0]
+
+
+def norms_by_pairs(uses: Sequence[Use]) -> CertifiedNorms:
+    """Returns the norms ``[B]`` of the sum of the gradients of uses that `adds_by_pairs`."""
+    forms = [form for form in map(_form_of, uses) if form is not None]
+    norms = [
+        use.norms("gram") if form.direction is None else _norms_along(form)
+        for use, form in zip(uses, forms, strict=True)
+    ]
+    total = CertifiedNorms.combined(
+        CertifiedNorms(*(jnp.stack(part, axis=1) for part in zip(*norms, strict=True)))
+    )
+    # In units of the total, whatever the scales are: neither their product nor its inverse may be
+    # in range.
+    divisor = jnp.where(total.scale == 0, 1, total.scale)
+    squares, error, slack = total.squares, total.error, jnp.zeros_like(total.slack)
     for left, right in combinations(forms, 2):
-        # Divided one by one, as neither the product of the scales nor its inverse may be in range.
-        divisor = jnp.where(total.scale == 0, 1, total.scale)
-        cross += 2 * _inner(left, right) * (left.scale / divisor) * (right.scale / divisor)
-    return ScaledNorms(total.scale, jnp.maximum(total.squares + cross, 0))
+        ratios = (left.scale / divisor) * (right.scale / divisor)
+        squares += 2 * _inner(left, right) * ratios
+        error += 2 * _inner_roundoff(left, right) * left.magnitude * right.magnitude * ratios
+    for norm in norms:
+        slack += norm.slack * (norm.scale / divisor)
+    return CertifiedNorms(total.scale, jnp.maximum(squares, 0), error, slack)
+
+
+def _norms_along(form: _Form) -> CertifiedNorms:
+    """The norms ``[B]`` of gradients along one direction; nothing cancels in them."""
+    squares = jnp.square(form.magnitude)
+    slack = sum_slack(form.magnitude, 1, form.magnitude.dtype, jax.lax.Precision.HIGHEST)
+    return CertifiedNorms(form.scale, squares, jnp.zeros_like(squares), slack)
+
+
+def _inner_roundoff(left: _Form, right: _Form) -> float:
+    """How far an inner product is off, as a part of the product of the magnitudes."""
+    keys = set(left.sides) | set(right.sides)
+    lengths = sum(
+        max(form.length(key) for form in (left, right) if key in form.sides) for key in keys
+    )
+    return (lengths + REDUCTION) * unit_roundoff(left.magnitude.dtype)
+
+
+def _alike(forms: Sequence[_Form]) -> bool:
+    """Whether all sums of outer products split the leaf's axes alike."""
+    return len({frozenset(form.sides) for form in forms if form.direction is None}) <= 1
 
 
 def _form_of(use: Use) -> _Form | None:
+    if jnp.issubdtype(use.factors.cotangent.dtype, jnp.complexfloating):
+        return None
+    if use.preparation.is_direction:
+        return _form_along(use)
     axes = _leaf_axes(use.preparation)
     merged = use.merged()
     rule = use.preparation.use.rule
@@ -100,7 +153,30 @@ def _form_of(use: Use) -> _Form | None:
         sides[tuple(sorted(leaf_axes))] = factor
     if len(sides) != len(form) or scale is None:
         return None
-    return _Form(sides, scale)
+    norms = [
+        jnp.sqrt(jnp.sum(jnp.square(jnp.abs(jax.lax.stop_gradient(side))), axis=2))
+        for side in sides.values()
+        if side.ndim == 3
+    ]
+    return _Form(sides, scale, jnp.sum(functools.reduce(jnp.multiply, norms), axis=1))
+
+
+def _form_along(use: Use) -> _Form:
+    direction = use.direction()
+    dtype = accumulate_dtype(direction.dtype)
+    (size,) = unit_scale(jax.lax.expand_dims(direction, (0,)))
+    (direction,) = divide(jax.lax.expand_dims(direction, (0,)), size[None], dtype)
+    coefficients = use.operand_gradient().reshape(-1)
+    scale = unit_scale(jax.lax.expand_dims(coefficients, (1,)))
+    coefficients = divide(coefficients, scale, dtype)
+    length = jnp.sqrt(jnp.sum(jnp.square(direction)))
+    return _Form(
+        {},
+        combine_scales(scale, jnp.broadcast_to(size, scale.shape)),
+        jnp.abs(coefficients) * length,
+        direction,
+        coefficients,
+    )
 
 
 def _leaf_axes(preparation: Preparation) -> tuple[int, ...] | None:
@@ -128,6 +204,13 @@ def _pays(uses: Sequence[Use], forms: Sequence[_Form]) -> bool:
         pairs += min(estimate["gram"], estimate["stream"])
         stream += estimate["stream"]
     for left, right in combinations(forms, 2):
+        if left.direction is not None or right.direction is not None:
+            outer = left if right.direction is not None else right
+            shapes = [(x.shape[1], x.shape[2] if x.ndim == 3 else 1) for x in outer.sides.values()]
+            if len(shapes) == 2:
+                (positions, depth), (_, width) = shapes
+                pairs += product_seconds(outer.scale.shape[0] * positions, depth, width)
+            continue
         for key, factor in left.sides.items():
             other = right.sides[key]
             both_dense = factor.ndim == other.ndim == 3
@@ -140,6 +223,8 @@ def _pays(uses: Sequence[Use], forms: Sequence[_Form]) -> bool:
 
 def _inner(left: _Form, right: _Form) -> jax.Array:
     """Returns the inner products ``[B]``, but for the scales."""
+    if left.direction is not None or right.direction is not None:
+        return _inner_along(*((left, right) if left.direction is not None else (right, left)))
     keys = list(left.sides)
     arrays = tuple(form.sides[key] for form in (left, right) for key in keys)
 
@@ -153,6 +238,25 @@ def _inner(left: _Form, right: _Form) -> jax.Array:
 
     rows = arrays[0].shape[1] * arrays[len(keys)].shape[1]
     return map_chunks(some, arrays, cache_chunk(arrays[0].shape[0], 8 * rows))
+
+
+def _inner_along(along: _Form, other: _Form) -> jax.Array:
+    """The same with a gradient along one direction, ``[B]``."""
+    direction, coefficients = along.direction, along.coefficients
+    assert direction is not None and coefficients is not None
+    if other.direction is not None:
+        product = jnp.sum(direction * other.direction)
+        return coefficients * other.coefficients * product
+    (first, u), (second, v) = other.sides.items()
+    if v.ndim == 2:
+        (first, u), (second, v) = (second, v), (first, u)
+    sizes = [math.prod(direction.shape[i] for i in key) for key in (first, second)]
+    matrix = direction.transpose(*first, *second).reshape(sizes)
+    if u.ndim == 2:
+        rows = matrix[u]
+    else:
+        rows = jnp.tensordot(u, matrix, 1, precision=jax.lax.Precision.HIGHEST)
+    return coefficients * jnp.sum(rows * v, axis=(1, 2))
 
 
 def _gram(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,13 @@ from jax.core import Tracer
 
 from perex import _compat, _evaluate, _plan, _trace, _ways
 from perex._batch_statistics import unbound_axes_explained, warn_of_batch_statistics
-from perex._masks import Knowledge, exact_masks
-from perex._norms import KnownNorms, ScaledNorms, at_least_float32, combine_columns
+from perex._masks import Knowledge
+from perex._norms import KnownNorms, combine_columns
 from perex._per_example import PerExample
 from perex._preparation import Preparation
+from perex._rules.scales import ScaledNorms
 from perex._steps import DATA, PARAM, Plan, SiteUse
+from perex._taps import Factors, Saving, Settled, Tapped, decode_inputs, make_taps
 from perex._uses import Use, merge_uses
 
 
@@ -52,6 +54,16 @@ class Problem:
     name: str
     leaf_names: tuple[str, ...]
 
+    def parameter_structs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape and dtype of each parameter leaf, without an example axis."""
+        structs = []
+        for leaf, axis, chosen in zip(self.leaves, self.axes, self.parameters, strict=True):
+            if chosen:
+                aval = jax.typeof(leaf)
+                shape = [n for i, n in enumerate(aval.shape) if i != axis]
+                structs.append(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+        return structs
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sweep:
@@ -71,102 +83,87 @@ class Sweep:
     plan: Plan
 
 
-def sweep(problem: Problem, norms: bool = False) -> Sweep:
+class SavedMemory(NamedTuple):
+    """How a sweep saves memory.
+
+    Attributes:
+      weights: for each parameter leaf the weights ``[B]`` of a sum, or None for norms alone.
+      is_sum: whether the sweep is the one for the sum: a scalar.
+    """
+
+    weights: Sequence[jax.Array] | None = None
+    is_sum: Any = None
+
+
+def sweep(problem: Problem, saved: SavedMemory | None = None) -> Sweep:
     """Evaluates the loss of all examples and, for each parameter leaf, the gradients as factors.
 
     Args:
       problem: the problem.
-      norms: whether to bring home no more than norms, where a leaf allows it.
+      saved: to bring home no more than norms or sums, where a leaf allows it.
     """
     problem = _varying(problem)
     found: list[tuple[Plan, Any]] = []
 
-    def one(leaves: Sequence[Any]) -> Any:
+    def one(leaves: Sequence[Any], weights: Sequence[Any]) -> Any:
         plan, out_tree = plan_for(problem, leaves)
         found.append((plan, out_tree))
         program = plan.program
         inputs = dict(zip(program.inputs, leaves, strict=True))
         values = {v: x for v, x in inputs.items() if plan.dependence[v] != PARAM or v in plan.plain}
+        parameters = _parameters(problem, plan)
         # A parameter with a value for each example has no site: it is differentiated as it stands.
-        wanted = [
-            v
-            for v, is_parameter in zip(program.inputs, problem.parameters, strict=True)
-            if is_parameter and (v in plan.differentiable or plan.dependence[v] & DATA)
-        ]
+        wanted = [v for v in parameters if v in plan.differentiable or plan.dependence[v] & DATA]
+        saving = None if saved is None else _saving(problem, plan, weights, saved)
 
         def loss(differentiable: dict[int, Any], taps: Any) -> Any:
             both = {v: x for v, x in differentiable.items() if plan.dependence[v] & DATA}
             alone = {v: x for v, x in differentiable.items() if not plan.dependence[v] & DATA}
-            value, *aux = _evaluate.evaluate(plan, {**values, **both}, alone, taps)
+            value, *aux = _evaluate.evaluate(plan, {**values, **both}, alone, taps, saving)
             return value, aux
 
         value, pull, aux = jax.vjp(
             loss,
             {v: jnp.asarray(inputs[v]) for v in wanted},
-            _evaluate.make_taps(plan, _ways.norm_sites(plan) if norms else ()),
+            make_taps(plan, saving),
             has_aux=True,
         )
-        dense, factors = pull(jnp.ones_like(value))
-        return value, aux, dense, factors
+        dense, brought = pull(jnp.ones_like(value))
+        # What is summed over the examples has no example axis.
+        totals = {i: tap.total for i, tap in enumerate(brought) if isinstance(tap, Settled)}
+        brought = [x._replace(total=None) if isinstance(x, Settled) else x for x in brought]
+        return (value, aux, dense, brought), totals
 
-    batch = [x for x, axis in zip(problem.leaves, problem.axes, strict=True) if axis is not None]
-    values, aux, dense, factors = _over_examples(problem, one)(batch)
+    weights = () if saved is None or saved.weights is None else tuple(saved.weights)
+    run = _over_examples(problem, one, len(weights), (0, None))
+    (values, aux, dense, brought), totals = run(_batched(problem), weights)
     plan, out_tree = found[-1]
     known = dict(zip(plan.program.inputs, problem.leaves, strict=True))
-    gradients = _gradients(problem, plan, known, dense, factors)
+    brought = [
+        x._replace(total=totals[i]) if isinstance(x, Settled) else x for i, x in enumerate(brought)
+    ]
+    gradients = _gradients(problem, plan, known, dense, brought)
     _, aux = jax.tree.unflatten(out_tree, [values, *aux]) if problem.has_aux else (None, None)
     return Sweep(values, aux, gradients, plan)
 
 
-def weighted_gradient(problem: Problem, weights: jax.Array) -> list[jax.Array]:
-    """Returns the gradient of the weighted sum of all losses: one ordinary backward pass.
+def _parameters(problem: Problem, plan: Plan) -> list[int]:
+    pairs = zip(plan.program.inputs, problem.parameters, strict=True)
+    return [v for v, is_parameter in pairs if is_parameter]
 
-    Args:
-      problem: the problem.
-      weights: ``[B]``, finite. An example of weight zero does not take part: another one is put in
-        its place, so that it may hold anything.
 
-    Returns:
-      The gradient of each parameter leaf, in order, without an example axis.
-    """
-    problem = _varying(problem)
-    if problem.batch_size == 0:
-        triples = zip(problem.leaves, problem.axes, problem.parameters, strict=True)
-        return [
-            jnp.zeros_like(x) if axis is None else jnp.sum(jnp.asarray(x), axis)
-            for x, axis, is_parameter in triples
-            if is_parameter
-        ]
-    taking_part = weights != 0
-    places = jnp.where(taking_part, jnp.arange(problem.batch_size), jnp.argmax(taking_part))
-    leaves = [
-        x if axis is None else jnp.take(jnp.asarray(x), places, axis)
-        for x, axis in zip(problem.leaves, problem.axes, strict=True)
-    ]
-    numbers = [i for i, is_parameter in enumerate(problem.parameters) if is_parameter]
-    fun = exact_masks(problem.fun)
-
-    def loss(leaves: Sequence[Any]) -> jax.Array:
-        args, kwargs = jax.tree.unflatten(problem.treedef, leaves)
-        result = fun(*args, **kwargs)
-        return result[0] if problem.has_aux else result
-
-    def total(parameters: Sequence[jax.Array]) -> jax.Array:
-        chosen = dict(zip(numbers, parameters, strict=True))
-        mixed = tuple(chosen.get(i, leaf) for i, leaf in enumerate(leaves))
-        part = dataclasses.replace(problem, leaves=mixed)
-        batch = [x for x, axis in zip(mixed, problem.axes, strict=True) if axis is not None]
-        values = _over_examples(part, loss)(batch)
-        dtype = at_least_float32(values.dtype)
-        return jnp.sum(values.astype(dtype) * weights.astype(dtype))
-
-    gradients = jax.grad(total)([jnp.asarray(leaves[i]) for i in numbers])
-    axes = [problem.axes[i] for i in numbers]
-    someone = jnp.any(taking_part)
-    return [
-        jnp.where(someone, g if axis is None else jnp.sum(g, axis), 0)
-        for g, axis in zip(gradients, axes, strict=True)
-    ]
+def _saving(problem: Problem, plan: Plan, weights: Sequence[Any], saved: SavedMemory) -> Saving:
+    ways = _ways.settled_sites(plan, problem.batch_size)
+    if saved.is_sum is not None:
+        # The sum of a site in a branch is one over the examples that take it: not known there.
+        ways = {i: way for i, way in ways.items() if not _ways.is_in_a_branch(plan.sites[i])}
+    by_leaf = dict(zip(_parameters(problem, plan), weights, strict=bool(weights)))
+    return Saving(
+        ways,
+        _ways.accumulated_sites(plan) - set(ways),
+        {i: by_leaf[leaf] for i in ways for leaf in plan.sites[i].leaves if by_leaf},
+        saved.is_sum,
+    )
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -174,12 +171,21 @@ def plan_of(problem: Problem) -> Plan:
     problem = _varying(problem)
     found: list[Plan] = []
 
-    def one(leaves: Sequence[Any]) -> None:
+    def one(leaves: Sequence[Any], weights: Sequence[Any]) -> None:
         found.append(plan_for(problem, leaves)[0])
 
-    batch = [x for x, axis in zip(problem.leaves, problem.axes, strict=True) if axis is not None]
-    jax.eval_shape(_over_examples(problem, one), batch)
+    jax.eval_shape(_over_examples(problem, one, 0, 0), _batched(problem), ())
     return found[-1]
+
+
+def _batched(problem: Problem) -> list[Any]:
+    """The leaves that carry an example axis."""
+    return [x for x, axis in zip(problem.leaves, problem.axes, strict=True) if axis is not None]
+
+
+def manual_axes(problem: Problem) -> frozenset[str]:
+    """The manual mesh axes (of ``shard_map``) over which examples vary."""
+    return frozenset().union(*(_compat.manual_axes(jax.typeof(x)) for x in _batched(problem)))
 
 
 def _varying(problem: Problem) -> Problem:
@@ -188,8 +194,7 @@ def _varying(problem: Problem) -> Problem:
     The gradient of what is the same on all devices is summed over them; the gradient of what may
     differ from device to device is each example's own.
     """
-    examples = (x for x, axis in zip(problem.leaves, problem.axes, strict=True) if axis is not None)
-    axes = frozenset().union(*(_compat.manual_axes(jax.typeof(x)) for x in examples))
+    axes = manual_axes(problem)
     if not axes:
         return problem
     leaves = tuple(_compat.vary_over(jnp.asarray(x), axes) for x in problem.leaves)
@@ -197,21 +202,26 @@ def _varying(problem: Problem) -> Problem:
 
 
 def _over_examples(
-    problem: Problem, one: Callable[[Sequence[Any]], Any]
-) -> Callable[[Sequence[Any]], Any]:
-    """Returns ``vmap`` of a function of one example's leaves."""
+    problem: Problem, one: Callable[..., Any], weights: int, out_axes: Any
+) -> Callable[..., Any]:
+    """Returns ``vmap`` of a function of one example's leaves and so many weights."""
     batched = [i for i, axis in enumerate(problem.axes) if axis is not None]
 
-    def of_example(examples: Sequence[Any]) -> Any:
+    def of_example(examples: Sequence[Any], weights: Sequence[Any]) -> Any:
         leaves = list(problem.leaves)
         for i, example in zip(batched, examples, strict=True):
             if problem.keep_batch_dim and not problem.parameters[i]:
                 example = jnp.expand_dims(example, problem.axes[i] or 0)
             leaves[i] = example
-        return one(leaves)
+        return one(leaves, weights)
 
     axes = [problem.axes[i] for i in batched]
-    return jax.vmap(of_example, in_axes=(axes,), axis_size=problem.batch_size)
+    return jax.vmap(
+        of_example,
+        in_axes=(axes, (0,) * weights),
+        out_axes=out_axes,
+        axis_size=problem.batch_size,
+    )
 
 
 def plan_for(problem: Problem, leaves: Sequence[Any]) -> tuple[Plan, Any]:
@@ -279,27 +289,35 @@ def _gradients(
     plan: Plan,
     known: Mapping[int, Any],
     dense: Mapping[int, Any],
-    brought: Sequence[_evaluate.Tapped],
+    brought: Sequence[Tapped],
 ) -> list[PerExample | KnownNorms]:
-    factors: list[tuple[SiteUse, _evaluate.Factors]] = []
-    norms: dict[int, KnownNorms] = {}
-    for use, tap in zip(plan.sites, brought, strict=True):
-        if isinstance(tap, ScaledNorms):
-            (leaf,) = use.leaves
-            columns = (x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in tap)
-            norms[leaf] = KnownNorms(combine_columns(ScaledNorms(*columns)))
-            continue
-        structs = zip(tap.inputs, use.site.inputs, strict=True)
-        inputs = tuple(_evaluate.decode(x, struct) for x, struct in structs)
-        factors.append((use, _evaluate.Factors(inputs, tap.cotangent)))
     values = {**plan.program.constants, **known}
+    factors: list[tuple[SiteUse, Factors]] = []
+    settled: dict[int, KnownNorms] = {}
+    arrays = dict(dense)
+    for use, tap in zip(plan.sites, brought, strict=True):
+        if isinstance(tap, Factors):
+            factors.append((use, decode_inputs(tap, use)))
+            continue
+        (leaf,) = use.leaves
+        preparation = Preparation.of(plan, use, leaf)
+        if isinstance(tap, Settled):
+            assert tap.norms is not None
+            columns = (x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in tap.norms)
+            norms = combine_columns(ScaledNorms(*columns))
+            axes = _compat.manual_axes(jax.typeof(tap.norms.squares))
+            total = None if tap.total is None else preparation.pull_sum(tap.total, (), axes)
+            settled[leaf] = KnownNorms(norms, total)
+        else:
+            pull = preparation.puller((), _compat.manual_axes(jax.typeof(tap.gradient)))
+            operand = tap.gradient.astype(use.site.parameter.dtype)
+            gradient = jax.vmap(pull)(operand)
+            arrays[leaf] = arrays[leaf] + gradient if leaf in arrays else gradient
     gradients: list[PerExample | KnownNorms] = []
     merged: dict[Any, Use] = {}
-    for variable, is_parameter in zip(plan.program.inputs, problem.parameters, strict=True):
-        if not is_parameter:
-            continue
-        if variable in norms:
-            gradients.append(norms[variable])
+    for variable in _parameters(problem, plan):
+        if variable in settled:
+            gradients.append(settled[variable])
             continue
         uses = []
         for use, factor in factors:
@@ -308,10 +326,12 @@ def _gradients(
                 needed = tuple(values[v] for v in preparation.inputs)
                 uses.append(Use(factor, needed, preparation))
         aval = plan.program.avals[variable]
+        is_zero = not uses and variable not in arrays
         gradients.append(
             PerExample(
                 merge_uses(uses, merged),
-                dense.get(variable),
+                arrays.get(variable),
+                jnp.zeros((problem.batch_size, 0)) if is_zero else None,
                 problem.batch_size,
                 aval.shape,
                 aval.dtype,

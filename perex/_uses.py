@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from perex import _compat, _ways
-from perex._evaluate import Factors
-from perex._norms import ScaledNorms, combine_columns
+from perex import _compat
 from perex._preparation import Preparation
-from perex._rules.registry import per_example, weighted_sum
-from perex._rules.scales import combine_scales, divide, unit_scale
+from perex._rules import per_example, site_norms, site_sum
+from perex._rules.certified import CertifiedNorms
+from perex._taps import Factors
 
 
 @partial(
@@ -51,63 +50,42 @@ class Use:
 
     def puller(self) -> Callable[[jax.Array], jax.Array]:
         """Returns the function from one example's operand gradient to that of the leaf."""
-        axes = _compat.manual_axes(jax.typeof(self.factors.cotangent))
-        return self.preparation.puller(self.values, axes)
+        return self.preparation.puller(self.values, self._manual_axes())
 
-    def norms(self) -> ScaledNorms | None:
-        """Returns the norms ``[B]``, or None where only the gradients tell."""
-        if not (self.preparation.isometric and self.offers("square_norm")):
-            return None
-        if self.preparation.use.site.mask is not None:
-            return None
-        if hasattr(self.preparation.use.rule, "scaled_norm"):
-            scale, squares = self._by_step(
-                lambda rule, *arguments: rule.scaled_norm(*arguments), axis=1
-            )
-        else:
-            scale, scaled = _scaled(self.factors)
-            squares = dataclasses.replace(self, factors=scaled)._by_step(
-                lambda rule, *arguments: rule.square_norm(*arguments), axis=1
-            )
-            scale = jnp.broadcast_to(
-                jax.lax.expand_dims(scale, range(1, squares.ndim)), squares.shape
-            )
-        shape = (squares.shape[0], math.prod(squares.shape[1:]))
-        return combine_columns(ScaledNorms(scale.reshape(shape), squares.reshape(shape)))
+    def _manual_axes(self) -> frozenset[str]:
+        return _compat.manual_axes(jax.typeof(self.factors.cotangent))
 
-    def weighted_sum(self, weights: jax.Array) -> jax.Array | None:
-        """Returns the sum of weight times gradient ``[*leaf]``, or None if the rule offers none."""
-        if not self.offers("weighted_sum"):
-            return None
+    def direction(self) -> jax.Array:
+        """Returns the leaf's gradient ``[*leaf]`` for a cotangent of one of an operand of size one.
+
+        The gradient of every example is a multiple of it.
+        """
+        operand = self.preparation.use.site.parameter
+        return self.puller()(jnp.ones(operand.shape, operand.dtype))
+
+    def norms(self, way: str) -> CertifiedNorms:
+        """Returns the norms ``[B]`` of the operand's gradients, see `site_norms`."""
+        columns = self._by_step(
+            lambda rule, site, inputs, cotangent: site_norms(rule, site, way, inputs, cotangent), 1
+        )
+        return CertifiedNorms.combined(
+            jax.tree.map(lambda x: x.reshape(x.shape[0], math.prod(x.shape[1:])), columns)
+        )
+
+    def weighted_sum(self, weights: jax.Array, way: str) -> jax.Array:
+        """Returns the sum of weight times gradient ``[*leaf]``, as measured by `norms`."""
+        if self.preparation.is_direction:
+            dtype = weights.dtype
+            coefficients = self.operand_gradient().reshape(-1).astype(dtype)
+            total = jnp.sum(jnp.where(weights != 0, weights * coefficients, 0))
+            return total * self.direction().astype(dtype)
         total = self._by_step(
-            lambda rule, site, inputs, cotangent: weighted_sum(
-                rule, site, inputs, cotangent, weights
+            lambda rule, site, inputs, cotangent: site_sum(
+                rule, site, way, inputs, cotangent, weights
             ),
             0,
         )
-        return self._pull_back_sum(total)
-
-    def _pull_back_sum(self, total: jax.Array) -> jax.Array:
-        """Pulls a sum back to the leaf without rounding it to the operand's dtype.
-
-        The pull-back takes the operand's dtype. It is linear, so a sum of higher precision goes
-        through in parts, each rounding error of the last one.
-        """
-        if self.preparation.is_identity:
-            return total
-        operand = self.preparation.use.site.parameter.dtype
-        parts = -(-jnp.finfo(total.dtype).nmant // (jnp.finfo(operand).nmant + 1))
-        pulled, pull = None, self.puller()
-        for _ in range(parts):
-            part = total.astype(operand)
-            total = total - part.astype(total.dtype)
-            result = pull(part).astype(total.dtype)
-            pulled = result if pulled is None else pulled + result
-        return pulled  # type: ignore[return-value]
-
-    def offers(self, method: str) -> bool:
-        """Whether the rule has an optional method that works here."""
-        return _ways.offers(self.preparation.use, method)
+        return self.preparation.pull_sum(total, self.values, self._manual_axes())
 
     def _by_step(self, function: Callable[..., Any], axis: int) -> Any:
         """Calls ``function(rule, site, inputs, cotangent)``, once for each operand.
@@ -162,26 +140,6 @@ class Use:
         if not hasattr(use.rule, "merge_repeats"):
             return None
         return use.rule.merge_repeats(use.site, *self._arranged())
-
-
-def _scaled(factors: Factors) -> tuple[jax.Array, Factors]:
-    """Divides the cotangent so that gradients are around one, and returns the divisor ``[B]``.
-
-    Any rule is linear in the cotangent. For one that is linear in its inputs too, the inputs' scale
-    belongs into the divisor; for another it does no harm.
-    """
-    inputs, cotangent = factors
-    scale = unit_scale(cotangent)
-    cotangent = divide(cotangent, scale, cotangent.dtype)
-    for x in inputs:
-        # A half-precision cotangent has no room for the inputs' scale, nor can its inputs have one
-        # that float32 squares would not bear.
-        wide = jnp.finfo(cotangent.dtype).maxexp >= 128
-        if wide and jnp.issubdtype(x.dtype, jnp.inexact):
-            scale_x = unit_scale(x).astype(scale.dtype)
-            cotangent = divide(cotangent, scale_x, cotangent.dtype)
-            scale = combine_scales(scale, scale_x)
-    return scale, Factors(inputs, cotangent)
 
 
 def merge_uses(uses: Sequence[Use], merged: dict[Any, Use] | None = None) -> tuple[Use, ...]:

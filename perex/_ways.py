@@ -12,15 +12,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
-from perex._preparation import is_isometric
+from perex._preparation import is_direction, is_isometric
+from perex._rules import knows_norms
 from perex._steps import Plan, SiteUse
-
-if TYPE_CHECKING:
-    from perex._per_example import PerExample
 
 # What costs little to hold is kept: an estimate cannot tell such small times apart.
 _SMALL_BYTES = 1 << 17
@@ -31,10 +29,10 @@ _LARGE_FACTOR = 1.3
 _WRITTEN = 1.5e9
 
 
-def offers(use: SiteUse, method: str) -> bool:
-    """Whether the site's rule has an optional method that works at this site."""
+def merges(use: SiteUse) -> bool:
+    """Whether the site is one of its rule's: not repeated, or repeated and merged into one."""
     repeated = any(not stacked for _, stacked in use.stack)
-    return hasattr(use.rule, method) and (not repeated or hasattr(use.rule, "merge_repeats"))
+    return not repeated or hasattr(use.rule, "merge_repeats")
 
 
 def estimate(use: SiteUse, batch_size: int) -> dict[str, float] | None:
@@ -44,7 +42,7 @@ def estimate(use: SiteUse, batch_size: int) -> dict[str, float] | None:
       use: the site.
       batch_size: B.
     """
-    if not offers(use, "estimate"):
+    if not (hasattr(use.rule, "estimate") and merges(use)):
         return None
     repeats = math.prod(length for length, stacked in use.stack if not stacked)
     steps = math.prod(length for length, stacked in use.stack if stacked)
@@ -67,20 +65,53 @@ def _merged_site(use: SiteUse, repeats: int) -> Any:
     return found[0]
 
 
-def norm_sites(plan: Plan) -> set[int]:
-    """Returns the sites whose norms can be taken at once, by number.
+def settled_sites(plan: Plan, batch_size: int) -> dict[int, str]:
+    """Returns the sites whose norms and sums can be taken at once, by number, and their ways.
 
     These are the only uses of their leaf, rearrange it at most, and have another operand at each
     step of every scan around them: the norm of the site's gradient is that of the leaf's.
     """
     uses = Counter(leaf for use in plan.sites for leaf in use.leaves)
-
-    def allows(use: SiteUse) -> bool:
+    ways = {}
+    for number, use in enumerate(plan.sites):
         alone = all(uses[leaf] == 1 and leaf not in plan.differentiable for leaf in use.leaves)
-        known = hasattr(use.rule, "scaled_norm") and use.site.mask is None
-        return alone and known and all(stacked for _, stacked in use.stack)
+        known = knows_norms(use.rule) and use.site.mask is None
+        steps_apart = all(stacked for _, stacked in use.stack)
+        if alone and known and steps_apart and is_isometric(plan, use):
+            seconds = estimate(use, batch_size)
+            faster = seconds is None or seconds["gram"] <= seconds["stream"]
+            ways[number] = "gram" if faster else "stream"
+    return ways
 
-    return {i for i, use in enumerate(plan.sites) if allows(use) and is_isometric(plan, use)}
+
+def is_in_a_branch(use: SiteUse) -> bool:
+    """Whether a site stands in a branch of ``cond`` or ``switch``."""
+    return any(region.form.kind == "cond" for region, _ in use.chain)
+
+
+def accumulated_sites(plan: Plan) -> set[int]:
+    """Returns the sites, by number, whose gradients are smaller than what they are made of.
+
+    Their operand is the same at each step of some scan: its gradient is the sum over the steps.
+    """
+    chosen = set()
+    for number, use in enumerate(plan.sites):
+        repeats = math.prod(length for length, stacked in use.stack if not stacked)
+        factors = sum(_bytes(x) for x in (*use.site.inputs, use.site.out))
+        # Twice: the sum so far, and what a step adds.
+        if repeats > 1 and 2 * _bytes(use.site.parameter) <= repeats * factors:
+            if is_isometric(plan, use):
+                chosen.add(number)
+    return chosen
+
+
+def _bytes(struct: jax.ShapeDtypeStruct) -> int:
+    return math.prod(struct.shape) * struct.dtype.itemsize
+
+
+def is_small(batch_size: int, leaf_size: int) -> bool:
+    """Whether the gradients of a leaf cost little to hold."""
+    return 4 * batch_size * leaf_size <= _SMALL_BYTES
 
 
 class Choice(NamedTuple):
@@ -97,34 +128,53 @@ class Choice(NamedTuple):
         return f"{self.way} ({self.reason}: {told} ms)"
 
 
-def choice(uses: Sequence[tuple[SiteUse, bool]], batch_size: int, leaf_size: int) -> Choice:
+def open_ways(uses: Sequence[tuple[SiteUse, bool]], dense: bool = False) -> tuple[str, ...]:
+    """Returns the ways to the norms and the clipped sum of a leaf that exist.
+
+    Args:
+      uses: the leaf's sites, each with whether its preparation keeps norms.
+      dense: whether the leaf has other uses, whose gradients are held as an array.
+    """
+    if not uses:
+        return ("keep",)
+
+    def has_norms(use: SiteUse, isometric: bool) -> bool:
+        # Else the norm of the operand's gradient is not that of the leaf's.
+        keeps = isometric and use.site.mask is None
+        return knows_norms(use.rule) and merges(use) and (keeps or is_direction(use, isometric))
+
+    if dense or not all(has_norms(*pair) for pair in uses):
+        return ("keep", "stream")
+    return ("keep", "gram", "stream")
+
+
+def choice(
+    uses: Sequence[tuple[SiteUse, bool]], batch_size: int, leaf_size: int, dense: bool = False
+) -> Choice:
     """Returns the way to the norms and the clipped sum of a leaf.
 
     Args:
       uses: the leaf's sites, each with whether its preparation keeps norms.
       batch_size: B.
       leaf_size: the number of entries of the leaf.
+      dense: whether the leaf has other uses, whose gradients are held as an array.
     """
     kept_bytes = 4 * batch_size * leaf_size
+    ways = open_ways(uses, dense)
     if not uses:
         return Choice("keep", "no site", None)
-    if kept_bytes <= _SMALL_BYTES:
+    if is_small(batch_size, leaf_size):
         return Choice("keep", "small", None)
-    total = {"keep": 0.0, "gram": 0.0, "stream": 0.0}
-    for use, _ in uses:
-        if not (offers(use, "square_norm") and offers(use, "weighted_sum")):
-            return Choice("keep", "the rule knows nothing better", None)
-        seconds = estimate(use, batch_size)
+    total = dict.fromkeys(ways, 0.0)
+    for use, isometric in uses:
+        seconds = _seconds(use, isometric, batch_size, leaf_size)
         if seconds is None:
-            return Choice("gram", "the rule's square_norm", None)
-        if leaf_size < use.site.parameter.size:
-            # Gradients of the operand are dropped a few at a time, and those of the leaf are kept:
-            # what a stream does before its sum, which is half of it.
-            seconds = {**seconds, "keep": seconds["stream"] / 2 + kept_bytes / _WRITTEN}
+            if "gram" in ways:
+                return Choice("gram", "the rule's norms", None)
+            way = "stream" if kept_bytes > _LARGE_BYTES else "keep"
+            return Choice(way, "the rule knows nothing better", None)
         for way in total:
             total[way] += seconds[way]
-    if not all(isometric for _, isometric in uses):
-        del total["gram"]  # The norm of the operand's gradient is not that of the leaf's.
     best = min(total, key=lambda way: total[way])
     others = [way for way in total if way != "keep"]
     other = min(others, key=lambda way: total[way])
@@ -133,7 +183,18 @@ def choice(uses: Sequence[tuple[SiteUse, bool]], batch_size: int, leaf_size: int
     return Choice(best, "estimates", total)
 
 
-def keeps(leaf: PerExample) -> bool:
-    """Says whether the per-example gradients of a leaf should be held as an array."""
-    uses = [(use.preparation.use, use.preparation.isometric) for use in leaf.uses]
-    return choice(uses, leaf.batch_size, math.prod(leaf.leaf_shape)).way == "keep"
+def _seconds(
+    use: SiteUse, isometric: bool, batch_size: int, leaf_size: int
+) -> Mapping[str, float] | None:
+    """Returns estimated seconds of each way through one site for a leaf."""
+    kept_bytes = 4 * batch_size * leaf_size
+    if is_direction(use, isometric):
+        # Passes over an array of the leaf's size, one or one for each example.
+        kept = 3 * kept_bytes / _WRITTEN
+        return {"keep": kept, "gram": 16 * leaf_size / _WRITTEN, "stream": kept}
+    seconds = estimate(use, batch_size)
+    if seconds is not None and leaf_size < use.site.parameter.size:
+        # Gradients of the operand are dropped a few at a time, and those of the leaf are kept:
+        # what a stream does for the norms, which is half of it.
+        return {**seconds, "keep": seconds["stream"] / 2 + kept_bytes / _WRITTEN}
+    return seconds

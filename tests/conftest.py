@@ -16,6 +16,8 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from perex import _ways  # noqa: E402
+
 # The same examples in each run, no deadline (a first call compiles), and no complaint about a slow
 # machine. The `x64` fixture holds for all examples of a test alike, so the check against fixtures
 # that hypothesis does not reset is off.
@@ -38,3 +40,20 @@ def x64() -> Iterator[None]:
     """Enable 64-bit types for one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def forced_way(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    """Take one way to norms and sums wherever it exists, else the stream, else the array.
+
+    Used through an indirect parameter, `WAYS` in `ways`.
+    """
+    way = request.param
+
+    def choice(uses, batch_size, leaf_size, dense=False):
+        ways = _ways.open_ways(uses, dense)
+        chosen = next(name for name in (way, "stream", "keep") if name in ways)
+        return _ways.Choice(chosen, "forced", None)
+
+    monkeypatch.setattr(_ways, "choice", choice)
+    return way

@@ -18,6 +18,9 @@ import numpy as np
 from hypothesis import strategies as st
 from jax import lax
 
+from perex._rules.certified import CertifiedNorms
+from perex._rules.conv import norms
+from perex._rules.conv.normal_form import Convolution
 from perex._rules.registry import Site
 
 
@@ -275,3 +278,10 @@ def cases(draw: st.DrawFn, rank: int) -> Case:
     if min(case.out()) < 1:
         case = dataclasses.replace(case, padding="SAME")
     return case
+
+
+def norms_by(way: str, conv: Convolution, x: Any, cotangent: Any) -> CertifiedNorms:
+    """Returns the norms by one way: "stream", "patches" or "pixels"."""
+    if way == "stream":
+        return norms.stream_norms(conv, x, cotangent)
+    return norms.gram_norms(conv, x, cotangent, way)

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from perex._rules import Site, chunks
+from perex._rules import Site, chunks, registry
 from perex._rules.conv import depthwise
+
+WAYS = ("gram", "stream")
 
 
 def site_of(fun: Callable[..., Any], argument: int, *operands: Any) -> Site:
@@ -44,6 +46,12 @@ def by_loop(
     return np.stack(found) if found else np.zeros((0, *parameter.shape))
 
 
+def squares_of(rule: Any, site: Site, inputs: Any, cotangent: Any, way: str = "gram") -> jax.Array:
+    """Returns the squared norms ``[B]`` by one way."""
+    norms = registry.site_norms(rule, site, way, tuple(inputs), cotangent)
+    return norms.scale * (norms.scale * norms.squares)
+
+
 def check_rule(
     rule: Any, site: Site, inputs: Any, cotangent: Any, expected: np.ndarray, rtol: float
 ) -> None:
@@ -54,24 +62,26 @@ def check_rule(
     def everything(inputs: Any, cotangent: Any, weights: Any) -> Any:
         return (
             rule.per_example(site, inputs, cotangent),
-            rule.square_norm(site, inputs, cotangent),
-            rule.weighted_sum(site, inputs, cotangent, weights),
+            {way: squares_of(rule, site, inputs, cotangent, way) for way in WAYS},
+            {way: registry.site_sum(rule, site, way, inputs, cotangent, weights) for way in WAYS},
         )
 
-    gradients, squares, total = everything(inputs, cotangent, weights)
+    gradients, all_squares, totals = everything(inputs, cotangent, weights)
     scale = np.max(np.abs(expected), initial=1)
     assert gradients.shape == expected.shape
     np.testing.assert_allclose(gradients, expected, rtol=rtol, atol=rtol * scale)
     flat = np.abs(expected.reshape(len(expected), expected[:1].size)) ** 2
-    assert squares.shape == (len(expected),)
-    assert jnp.promote_types(squares.dtype, jnp.float32) == squares.dtype
-    np.testing.assert_allclose(
-        squares, flat.sum(1), rtol=10 * rtol, atol=10 * rtol * flat.sum(1).max(initial=1)
-    )
-    assert total.shape == site.parameter.shape
-    assert jnp.promote_types(total.dtype, jnp.float32) == total.dtype
     weighted = np.tensordot(weights.astype(np.float64), expected, 1)
-    np.testing.assert_allclose(total, weighted, rtol=10 * rtol, atol=20 * rtol * scale)
+    for way in WAYS:
+        squares, total = all_squares[way], totals[way]
+        assert squares.shape == (len(expected),)
+        assert jnp.promote_types(squares.dtype, jnp.float32) == squares.dtype
+        np.testing.assert_allclose(
+            squares, flat.sum(1), rtol=10 * rtol, atol=10 * rtol * flat.sum(1).max(initial=1)
+        )
+        assert total.shape == site.parameter.shape
+        assert jnp.promote_types(total.dtype, jnp.float32) == total.dtype
+        np.testing.assert_allclose(total, weighted, rtol=10 * rtol, atol=20 * rtol * scale)
 
 
 def check_repeats(rule: Any, site: Site, inputs: Any, cotangent: Any, rtol: float) -> None:

@@ -20,10 +20,7 @@ LOSSES = {**LAYERS, **USES}
 EVERY = pytest.mark.parametrize("loss", [pytest.param(v, id=k) for k, v in LOSSES.items()])
 
 
-@pytest.fixture
-def factors_everywhere(monkeypatch):
-    """Take the factored way even for the small leaves of a test, which would be kept."""
-    monkeypatch.setattr(_ways, "keeps", lambda leaf: not leaf.uses)
+WAYS = pytest.mark.parametrize("forced_way", ["gram", "stream"], indirect=True)
 
 
 def clipped_by_hand(gradients, clip):
@@ -33,8 +30,9 @@ def clipped_by_hand(gradients, clip):
     return jax.tree.map(lambda g: np.tensordot(weights, g, 1), gradients), norms
 
 
+@WAYS
 @EVERY
-def test_equals_the_loop(loss, x64, factors_everywhere):
+def test_equals_the_loop(loss, x64, forced_way):
     args = loss.arguments()
     fun = jax.jit(loss.fun, static_argnames=[k for k in loss.kwargs if k == "power"])
     values, aux, gradients = loop(fun, loss.argnums, loss.has_aux, loss.axes())(
@@ -95,11 +93,11 @@ def first_part(path):
 
 
 @pytest.mark.parametrize(
-    "size, factored", [(1, False), (2, True), (3, False), (4, True), (7, False), (100, True)]
+    "size, forced_way",
+    [(1, "keep"), (2, "gram"), (3, "keep"), (4, "stream"), (7, "keep"), (100, "gram")],
+    indirect=["forced_way"],
 )
-def test_microbatches_change_rounding_only(size, factored, request):
-    if factored:
-        request.getfixturevalue("factors_everywhere")
+def test_microbatches_change_rounding_only(size, forced_way):
     whole = jax.jit(perex.clipped_grad(two_layers, CLIP, has_aux=True))(PARAMS, XS)
     parts = perex.clipped_grad(two_layers, CLIP, has_aux=True, microbatch_size=size)
     assert_trees_close(jax.jit(parts)(PARAMS, XS), whole, rtol=1e-5, atol=1e-6)

@@ -89,7 +89,10 @@ def test_leaves_of_very_different_scale_make_one_norm():
     norms = combine_norms([square_norms(jnp.asarray(leaf)) for leaf in grads.values()])
     np.testing.assert_allclose(norms.values(), [5e25, 1e30, 1e35], rtol=1e-6)
     # 2 ** -132 underflows, 2 ** (126 - 132) does not.
-    parts = [ScaledNorms(jnp.ones(1), jnp.float32([2.0**126])), from_square_norms(jnp.ones(1))]
+    parts = [
+        ScaledNorms.measured(jnp.ones(1), jnp.float32([2.0**126])),
+        from_square_norms(jnp.ones(1)),
+    ]
     parts[1] = parts[1]._replace(scale=jnp.float32([2.0**66]))
     np.testing.assert_allclose(combine_norms(parts).squares, 2.0**-6 + parts[1].squares, rtol=1e-6)
 

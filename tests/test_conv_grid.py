@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conv_cases import NAMED, Case, cases, loop, numpy_gradient
+from conv_cases import NAMED, Case, cases, loop, norms_by, numpy_gradient
 from hypothesis import given, settings
+from sites import WAYS, squares_of
 
-from perex._rules.conv import ConvRule, depthwise, describe, grouped, norms, taps, unfold
+from perex._rules import site_sum
+from perex._rules.conv import ConvRule, depthwise, describe, grouped, taps, unfold
 from perex._rules.conv.normal_form import arrange_cotangent, arrange_input, restore_kernel
 
 # Rounding of sums of up to a few thousand products, relative to the largest entry. Inputs are exact
@@ -33,8 +35,9 @@ def _everything(case: Case) -> Callable[..., dict[str, Any]]:
         found = {
             f"gradient {name}": rule.per_example(s, (x,), cotangent) for name, s in sites.items()
         }
-        found["squares"] = rule.square_norm(site, (x,), cotangent)
-        found["sum"] = rule.weighted_sum(site, (x,), cotangent, weights)
+        for way in WAYS:
+            found[f"squares {way}"] = squares_of(rule, site, (x,), cotangent, way)
+            found[f"sum {way}"] = site_sum(rule, site, way, (x,), cotangent, weights)
         if conv.empty or x.shape[0] == 0:
             return found
         arrays = arrange_input(site, conv, x), arrange_cotangent(site, conv, cotangent)
@@ -47,10 +50,10 @@ def _everything(case: Case) -> Callable[..., dict[str, Any]]:
         for name, module in {"unfold": unfold, "grouped": grouped}.items():
             total = module.weighted_sum(conv, *arrays, weights)
             found[f"sum {name}"] = restore_kernel(site, conv, total)
-        for way in ("stream", "patches", "pixels"):
+        for way in ("patches", "pixels"):
             if way == "pixels" and max(conv.interior, default=1) > 1:
                 continue
-            scale, squares = norms.scaled_norms(conv, *arrays, way)
+            scale, squares, *_ = norms_by(way, conv, *arrays)
             found[f"squares {way}"] = scale * scale * squares
         return found
 

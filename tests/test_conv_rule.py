@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sites
-from conv_cases import NAMED, Case, numpy_gradient
+from conv_cases import NAMED, Case, norms_by, numpy_gradient
+from sites import squares_of
 
-from perex._rules.conv import ConvRule, choose, describe, norms, register_conv_algorithm
+from perex._rules.conv import ConvRule, choose, describe, register_conv_algorithm
 from perex._rules.conv.normal_form import Convolution, arrange_cotangent, arrange_input
 
 RULE = ConvRule()
@@ -49,7 +50,7 @@ def test_examples_do_not_touch_each_other(
 
         @jax.jit
         def run(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return RULE.per_example(site, (x,), cotangent), RULE.square_norm(site, (x,), cotangent)
+            return RULE.per_example(site, (x,), cotangent), squares_of(RULE, site, (x,), cotangent)
 
         x, cotangent = case.data()
         clean = run(x, cotangent)
@@ -126,7 +127,7 @@ def test_gradient_of_norms(way: str, x64: None) -> None:
 
     def by_norms(x: jax.Array) -> jax.Array:
         arrays = arrange_input(site, conv, x), arrange_cotangent(site, conv, cotangent)
-        scale, squares = norms.scaled_norms(conv, *arrays, way)
+        scale, squares, *_ = norms_by(way, conv, *arrays)
         return jnp.sum(scale * scale * squares)
 
     def by_gradients(x: jax.Array) -> jax.Array:
@@ -147,11 +148,11 @@ def test_norms_of_tiny_and_huge_gradients(way: str, size: float) -> None:
         arrange_input(site, conv, jnp.asarray(x * np.float32(size))),
         arrange_cotangent(site, conv, jnp.asarray(cotangent)),
     )
-    scale, squares = norms.scaled_norms(conv, *arrays, way)
+    scale, squares, *_ = norms_by(way, conv, *arrays)
     np.testing.assert_allclose(scale * jnp.sqrt(squares) / size, expected, rtol=1e-4)
     # Both factors out of range, their product within it.
     arrays = arrays[0], arrays[1] / np.float32(size)
-    scale, squares = norms.scaled_norms(conv, *arrays, way)
+    scale, squares, *_ = norms_by(way, conv, *arrays)
     np.testing.assert_allclose(scale * jnp.sqrt(squares), expected, rtol=1e-4)
 
 
@@ -194,7 +195,8 @@ def test_program_does_not_grow_with_the_batch(algorithm: str) -> None:
         def run(x: jax.Array, ct: jax.Array, w: jax.Array, site: Any = site) -> tuple[Any, ...]:
             return (
                 RULE.per_example(site, (x,), ct),
-                RULE.square_norm(site, (x,), ct),
+                squares_of(RULE, site, (x,), ct),
+                squares_of(RULE, site, (x,), ct, "stream"),
                 RULE.weighted_sum(site, (x,), ct, w),
             )
 
@@ -209,7 +211,8 @@ def test_an_empty_kernel_gradient_is_zero() -> None:
     x, cotangent = map(jnp.asarray, case.data())
     assert describe(site).empty
     assert not np.any(RULE.per_example(site, (x,), cotangent))
-    assert not np.any(RULE.square_norm(site, (x,), cotangent))
+    assert not np.any(squares_of(RULE, site, (x,), cotangent))
+    assert not np.any(squares_of(RULE, site, (x,), cotangent, "stream"))
     assert not np.any(RULE.weighted_sum(site, (x,), cotangent, jnp.ones(case.batch)))
     assert set(RULE.estimate(site, 3).values()) == {0.0}
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from sites import by_loop, check_repeats, check_rule, site_of
+from sites import by_loop, check_repeats, check_rule, site_of, squares_of
 
 from perex._rules import find_rule
 from perex._rules.dot_general import DotGeneralRule
@@ -127,7 +127,7 @@ def test_bfloat16_norms_and_sums_are_added_up_in_float32():
     parameter, x, cotangent = (np.ones(s, jnp.bfloat16) for s in ((count,), (2, count), (2,)))
     site = site_of(product, 1, x[0], parameter)
     # 4096 ones added up in bfloat16 stop at 256.
-    np.testing.assert_allclose(RULE.square_norm(site, (x,), cotangent), count, rtol=1e-6)
+    np.testing.assert_allclose(squares_of(RULE, site, (x,), cotangent), count, rtol=1e-6)
     many = np.ones((count, 2), jnp.bfloat16), np.ones(count, jnp.bfloat16)
     site = site_of(Product("d", "d", (("d", 2),)), 1, many[0][0], np.ones(2, jnp.bfloat16))
     total = RULE.weighted_sum(site, (many[0],), many[1], np.ones(count, np.float32))

@@ -13,7 +13,8 @@ from test_clipped_grad import EVERY, clipped_by_hand
 from test_grad_norms import norms_of, total
 
 import perex
-from perex import _evaluate
+from perex import _transform
+from perex._rules.scales import ScaledNorms
 
 DIM, LAYERS, BATCH, POSITIONS = 16, 12, 8, 32
 
@@ -82,15 +83,15 @@ def test_memory_of_checkpoints_is_kept():
 def test_only_norms_come_home(monkeypatch):
     """No tap has the size of an input, and rules see the whole batch at once."""
     seen = []
-    take = _evaluate.make_taps
+    take = _transform.make_taps
 
-    def make_taps(plan, norms=()):
-        seen.extend(jax.tree.leaves(taps := take(plan, norms)))
+    def make_taps(plan, saving):
+        seen.extend(jax.tree.leaves(taps := take(plan, saving)))
         return taps
 
-    monkeypatch.setattr(_evaluate, "make_taps", make_taps)
+    monkeypatch.setattr(_transform, "make_taps", make_taps)
     jaxpr = jax.make_jaxpr(perex.grad_norms(layered, save_memory=True))(PARAMS, XS)
-    assert [tap.shape for tap in seen] == [(LAYERS,)] * 8
+    assert [tap.shape for tap in seen] == [(LAYERS,)] * 4 * len(ScaledNorms._fields)
     assert largest_intermediate(jaxpr) <= max(LAYERS * XS.size, BATCH * DIM * DIM)
 
 
@@ -142,9 +143,36 @@ def test_norms_of_each_leaf():
     assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_refused():
-    with pytest.raises(ValueError, match='save_memory=True needs per="global"'):
-        perex.clipped_grad(loss, 1.0, per="leaf", save_memory=True)
-    short = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), SMALL)
-    with pytest.raises(TypeError, match="save_memory=True .* has dtype bfloat16. Keep it in"):
-        perex.clipped_grad(loss, 1.0, save_memory=True)(short, np.ones((2, 2, 4), np.float32))
+@pytest.mark.parametrize("per", ["global", "leaf", lambda path: path in "wv"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_groups_and_short_parameters(per, dtype):
+    """Sums are taken from the factors, in at least float32, with weights of their own."""
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), SMALL)
+    xs = np.float32(normal(7, 2, 4))
+    expected, told = perex.clipped_grad(loss, 1.0, per=per)(params, xs)
+    found, stats = perex.clipped_grad(loss, 1.0, per=per, save_memory=True)(params, xs)
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(found))
+    # Small gradients are kept, in the dtype of the parameters.
+    rounding = 1e-5 if dtype == "float32" else 1e-2
+    assert_trees_close(found, expected, rtol=rounding, atol=rounding)
+    np.testing.assert_allclose(stats.norms, told.norms, rtol=rounding)
+
+
+def test_what_is_summed_is_what_was_measured():
+    """Differences that are mere rounding are the same in both passes."""
+
+    def difference(params, x):
+        def net(x):
+            return jnp.sum(jnp.tanh(jnp.tanh(x @ params["w"]) @ params["v"]))
+
+        return (net(x) - net(x * (1 + 1e-7))) ** 2
+
+    params = jax.tree.map(np.float32, {"w": normal(96, 64), "v": normal(64, 64)})
+    xs = np.float32(normal(5, 96))
+    for i in range(5):
+        options = {"is_padding": np.arange(5) != i}
+        total, stats = perex.clipped_grad(difference, 1e-12, save_memory=True)(
+            params, xs, **options
+        )
+        added = np.sqrt(sum(np.sum(np.float64(x) ** 2) for x in jax.tree.leaves(total)))
+        assert stats.norms[i] > 1e-12 and added <= 1e-12 * 1.001

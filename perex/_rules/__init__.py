@@ -10,9 +10,12 @@ from perex._rules.registry import (
     Site,
     check_options,
     find_rule,
+    knows_norms,
     per_example,
     register_rule,
-    weighted_sum,
+    settled_norms,
+    site_norms,
+    site_sum,
 )
 
 __all__ = [
@@ -20,9 +23,12 @@ __all__ = [
     "Site",
     "check_options",
     "find_rule",
+    "knows_norms",
     "per_example",
     "register_rule",
-    "weighted_sum",
+    "settled_norms",
+    "site_norms",
+    "site_sum",
 ]
 
 register_rule(primitives.conv_general_dilated_p, ConvRule())

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from perex._rules import outer_product
+from perex._rules.certified import CertifiedNorms
 from perex._rules.registry import Site
 
 
@@ -102,19 +103,19 @@ class DotGeneralRule:
         product = outer_product.per_example(a, b, **_numerics(site))
         return _to_parameter(site, layout, product)
 
-    def square_norm(
+    def gram_norms(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
-    ) -> jax.Array:
-        """Returns the squared norms ``[B]``."""
+    ) -> CertifiedNorms:
+        """Returns the norms ``[B]`` from inner products of positions, with bounds."""
         a, b, _ = _factors(site, inputs[0], cotangent)
-        return outer_product.square_norms(a, b, **_numerics(site))
+        return outer_product.gram_norms(a, b, **_numerics(site))
 
-    def scaled_norm(
+    def stream_norms(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the norms as scale ``[B]`` and square ``[B]``, both in range."""
+    ) -> CertifiedNorms:
+        """Returns the norms ``[B]`` of gradients that are computed and dropped."""
         a, b, _ = _factors(site, inputs[0], cotangent)
-        return outer_product.scaled_norms(a, b, **_numerics(site))
+        return outer_product.stream_norms(a, b, **_numerics(site))
 
     def outer_form(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
@@ -145,6 +146,14 @@ class DotGeneralRule:
         """Returns the weighted sum over examples, of the parameter's shape."""
         a, b, layout = _factors(site, inputs[0], cotangent)
         total = outer_product.weighted_sum(a, b, weights, **_numerics(site))
+        return _to_parameter(site, layout, total)
+
+    def stream_sum(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """Returns the same of the gradients that `stream_norms` measures."""
+        a, b, layout = _factors(site, inputs[0], cotangent)
+        total = outer_product.stream_sum(a, b, weights, **_numerics(site))
         return _to_parameter(site, layout, total)
 
     def merge_repeats(

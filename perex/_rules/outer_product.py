@@ -10,8 +10,11 @@ for B examples, G independent groups, T positions that are added up, D inputs an
 complex conjugate is taken, as `jax.grad` takes none. Everything is added up in at least float32.
 
 There are three ways to the norm of ``g[b]``: T = 1 makes it a product of two norms; the Gram way
-uses ``|g|^2 = sum_{t,t'} (a_t . a_t') (b_t . b_t')``, cheap for few positions; the stream computes
-``g`` for a few examples, squares it and drops it. `estimate` says which is the cheapest.
+uses ``|g|^2 = sum_{t,t'} (a_t . a_t') (b_t . b_t')``, cheap for few positions, and certifies what
+rounding can do to it (`perex._rules.certified`); the stream computes ``g`` for a few examples,
+squares it and drops it. `estimate` says which is the cheapest. A sum whose norms were streamed is
+streamed as well, from the very gradients that were measured; it costs no more then than one product
+over examples and positions, which is the sum for the other ways.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from perex._rules.chunks import cache_chunk, map_chunks
+from perex._rules.certified import CertifiedNorms, from_grams, sum_slack
+from perex._rules.chunks import cache_chunk, map_chunks, sum_chunks
 from perex._rules.scales import (
     divide,
-    inner_products,
     scaled_squares,
     sum_squares,
     undo_scales,
@@ -33,10 +36,13 @@ from perex._rules.scales import (
 __all__ = [
     "accumulate_dtype",
     "estimate",
-    "gram_squares",
+    "gram",
+    "gram_norms",
+    "measure",
     "per_example",
-    "scaled_norms",
-    "square_norms",
+    "stream_norms",
+    "stream_sum",
+    "sum_measured",
     "weighted_sum",
 ]
 
@@ -89,7 +95,7 @@ def estimate(groups: int, positions: int, depth: int, outputs: int, batch: int) 
 
     Returns:
       ``{"keep": s, "gram": s, "stream": s}``: keep all gradients and weight them; Gram norms and
-      one weighted product; streamed norms and one weighted product.
+      one weighted product; streamed norms and a streamed sum.
     """
     size = groups * depth * outputs
     one = groups * product_seconds(depth, positions, outputs)
@@ -108,7 +114,7 @@ def estimate(groups: int, positions: int, depth: int, outputs: int, batch: int) 
     return {
         "keep": batch * (one + write + 2 * read),
         "gram": batch * gram + total,
-        "stream": batch * (one + 4 * size / CACHE) + total,
+        "stream": 2 * batch * (one + 4 * size / CACHE),
     }
 
 
@@ -164,95 +170,133 @@ def weighted_sum(
     )
 
 
-def gram_squares(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Squared norms ``[B]`` from inner products of positions; never below zero.
+def gram(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Inner products of positions ``[B, G, T, T]`` of ``[B, G, T, N]``.
 
     Terms cancel where the norm is far below the sum of the norms of its outer products, so products
     are taken at the highest precision whatever the equation asks for.
-
-    Args:
-      a: ``[B, G, T, D]``, entries around 1 or below.
-      b: ``[B, G, T, P]``, the same.
-
-    Returns:
-      ``[B]``, real, at least float32.
     """
-    dtype = accumulate_dtype(a.dtype, b.dtype)
-
-    def gram(array: jax.Array) -> jax.Array:
-        return lax.dot_general(
-            array,
-            jnp.conj(array),
-            (((3,), (3,)), ((0, 1), (0, 1))),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=dtype,
-        )
-
-    return jnp.maximum(inner_products(gram(a), jnp.conj(gram(b))), 0)
+    if array.shape[2] == 1:
+        # A reduction, which adds up in a tree, where a product adds one number after the other.
+        return lax.expand_dims(jnp.sum((array * jnp.conj(array)).astype(dtype), axis=3), (3,))
+    return lax.dot_general(
+        array,
+        jnp.conj(array),
+        (((3,), (3,)), ((0, 1), (0, 1))),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=dtype,
+    )
 
 
-def scaled_norms(
-    a: jax.Array, b: jax.Array, *, precision: lax.PrecisionLike = None, way: str | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Norms of the gradients as ``scale * sqrt(squares)``, neither of which leaves its range.
+def gram_norms(
+    a: jax.Array, b: jax.Array, *, precision: lax.PrecisionLike = None
+) -> CertifiedNorms:
+    """Norms of the gradients from inner products of positions.
 
     Args:
       a: ``[B, G, T, D]``.
       b: ``[B, G, T, P]``.
-      precision: of the products of the stream way.
-      way: ``"gram"`` or ``"stream"``, by default the faster by `estimate`.
+      precision: of the product that the weighted sum will be.
 
     Returns:
-      ``(scale [B], squares [B])``, real, at least float32. An example with NaN or Inf has NaN or
+      Norms and bounds, each ``[B]``, real, at least float32. An example with NaN or Inf has NaN or
       Inf squares.
     """
     batch, groups, positions, depth = a.shape
     outputs = b.shape[3]
     dtype = accumulate_dtype(a.dtype, b.dtype)
-    if way is None:
-        seconds = estimate(groups, positions, depth, outputs, batch)
-        way = "gram" if seconds["gram"] <= seconds["stream"] else "stream"
+    if 0 in (batch, groups, positions, depth, outputs):
+        return zero_norms(batch, dtype)
 
     def some(a: jax.Array, b: jax.Array) -> jax.Array:
-        if way == "stream":
-            return scaled_squares(per_example(a, b, precision=precision))
         scale_a, scale_b = unit_scale(a), unit_scale(b)
         a, b = divide(a, scale_a, dtype), divide(b, scale_b, dtype)
         if positions == 1:
-            # Both [b, G]; with one position the gradient is one outer product.
+            # Both [b, G]; with one position the gradient is one outer product, and nothing cancels.
             norms = (sum_squares(v.reshape(-1, v.shape[3])) for v in (a, b))
             left, right = (norm.reshape(-1, groups) for norm in norms)
             squares = jnp.sum(left * right, axis=1)
+            certified = squares, jnp.zeros_like(squares), _single_slack(squares, dtype, precision)
         else:
-            squares = gram_squares(a, b)
-        return undo_scales(scale_a, scale_b, squares)
+            certified = from_grams(gram(a, dtype), gram(b, dtype), (depth, outputs), precision)
+        return undo_scales(scale_a, scale_b, *certified)
 
-    if 0 in (batch, groups, positions, depth, outputs):
-        zeros = jnp.zeros(batch, jnp.finfo(dtype).dtype)
-        return zeros + 1, zeros
-    held = positions**2 * 2 if way == "gram" else depth * outputs
-    row = groups * (held + positions * (depth + outputs)) * jnp.dtype(dtype).itemsize
-    result = map_chunks(some, (a, b), cache_chunk(batch, row))
-    return result[:, 0], result[:, 1]
+    row = groups * (positions**2 * 2 + positions * (depth + outputs)) * jnp.dtype(dtype).itemsize
+    return CertifiedNorms(*map_chunks(some, (a, b), cache_chunk(batch, row)).T)
 
 
-def square_norms(
-    a: jax.Array, b: jax.Array, *, precision: lax.PrecisionLike = None, way: str | None = None
+def _single_slack(squares: jax.Array, dtype: jnp.dtype, precision: lax.PrecisionLike) -> jax.Array:
+    return sum_slack(jnp.sqrt(lax.stop_gradient(squares)), 1, dtype, precision)
+
+
+def zero_norms(batch: int, dtype: jax.typing.DTypeLike) -> CertifiedNorms:
+    """The norms ``[B]`` of gradients that are zero or have no entries."""
+    zeros = jnp.zeros(batch, jnp.finfo(dtype).dtype)
+    return CertifiedNorms.measured(zeros + 1, zeros)
+
+
+def measure(gradients: jax.Array) -> jax.Array:
+    """Scale and squares ``[b, 2]`` of gradients ``[b, ...]`` that are dropped then.
+
+    Behind a barrier, so that `sum_measured` meets the very same numbers.
+    """
+    return scaled_squares(lax.optimization_barrier(gradients))
+
+
+def sum_measured(gradients: jax.Array, weights: jax.Array) -> jax.Array:
+    """Sum of weight times gradient, of ``[b, ...]``, in at least float32.
+
+    An example of weight zero adds exactly zero, even if it holds NaN or Inf.
+    """
+    gradients = lax.optimization_barrier(gradients)
+    dtype = accumulate_dtype(gradients.dtype)
+    gradients = gradients.astype(dtype)
+    weights = weights.astype(jnp.finfo(dtype).dtype)
+    used = lax.expand_dims(weights != 0, range(1, gradients.ndim))
+    # A conditional, as it is rarely needed.
+    gradients = lax.cond(jnp.all(used), lambda: gradients, lambda: jnp.where(used, gradients, 0))
+    return jnp.tensordot(weights.astype(dtype), gradients, 1, precision=lax.Precision.HIGHEST)
+
+
+def stream_norms(
+    a: jax.Array, b: jax.Array, *, precision: lax.PrecisionLike = None
+) -> CertifiedNorms:
+    """Norms of the gradients, computed a few at a time and dropped; see `gram_norms`."""
+    dtype = accumulate_dtype(a.dtype, b.dtype)
+    if 0 in (*a.shape, *b.shape):
+        return zero_norms(a.shape[0], dtype)
+
+    def some(a: jax.Array, b: jax.Array) -> jax.Array:
+        return measure(per_example(a, b, precision=precision))
+
+    return CertifiedNorms.measured(*map_chunks(some, (a, b), _stream_chunk(a, b)).T)
+
+
+def stream_sum(
+    a: jax.Array, b: jax.Array, weights: jax.Array, *, precision: lax.PrecisionLike = None
 ) -> jax.Array:
-    """Squared norms of the gradients of every example.
-
-    Products are taken of scaled entries, so nothing is lost on the way; a square itself can still
-    be out of range (a norm below 1e-19 or above 1e19 in float32), for which there is
-    `scaled_norms`.
+    """The sum of weight times gradient, of the gradients that `stream_norms` measures.
 
     Args:
       a: ``[B, G, T, D]``.
       b: ``[B, G, T, P]``.
-      precision: of the products of the stream way.
-      way: ``"gram"`` or ``"stream"``, by default the faster by `estimate`.
+      weights: ``[B]``; an example of weight zero adds exactly zero, even if it holds NaN or Inf.
+      precision: of the products, as in `jax.lax.dot_general`.
 
     Returns:
-      ``[B]``, real, at least float32.
+      ``[G, D, P]`` of `accumulate_dtype`.
     """
-    scale, squares = scaled_norms(a, b, precision=precision, way=way)
-    return scale * (scale * squares)
+    if 0 in (*a.shape, *b.shape):
+        return jnp.zeros((a.shape[1], a.shape[3], b.shape[3]), accumulate_dtype(a.dtype, b.dtype))
+
+    def some(a: jax.Array, b: jax.Array, weights: jax.Array) -> jax.Array:
+        return sum_measured(per_example(a, b, precision=precision), weights)
+
+    return sum_chunks(some, (a, b, weights), _stream_chunk(a, b))
+
+
+def _stream_chunk(a: jax.Array, b: jax.Array) -> int:
+    batch, groups, positions, depth = a.shape
+    outputs = b.shape[3]
+    row = groups * (depth * outputs + positions * (depth + outputs))
+    return cache_chunk(batch, row * accumulate_dtype(a.dtype, b.dtype).itemsize)

@@ -14,6 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from perex._rules import outer_product
+from perex._rules.certified import CertifiedNorms, settle, sum_slack
+from perex._rules.chunks import cache_chunk, map_chunks, sum_chunks
+from perex._rules.scales import ScaledNorms, combine_scales, divide, unit_scale
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Site:
@@ -108,10 +113,16 @@ class Rule(Protocol):
 
     * ``covers(site) -> str | None``: None where the rule applies, else the reason why not;
     * ``square_norm(site, inputs, cotangent) -> [B]``: squared L2 norms, at least float32, where
-      they are cheaper than the gradients;
-    * ``scaled_norm(site, inputs, cotangent) -> (scale [B], squares [B])``: norms as ``scale *
-      sqrt(squares)``, the scale a power of two, where squares can leave their range on the way;
-      without it the cotangent is scaled before ``square_norm`` is called;
+      they are cheaper than the gradients; the cotangent is scaled so that squares are in range;
+    * ``magnitudes(site, inputs, cotangent) -> [B]`` and ``longest_sum(site) -> int``: for the
+      certificate (`perex._rules.certified`), the sum of the norms of the terms that add up to the
+      gradient, and how many of these can meet in one of its entries; without them a rule's
+      ``square_norm`` and ``weighted_sum`` are taken to be those of the very same gradients;
+    * ``gram_norms(site, inputs, cotangent) -> CertifiedNorms`` in place of ``square_norm``, for
+      norms with bounds of their own;
+    * ``stream_norms(site, inputs, cotangent) -> CertifiedNorms`` and ``stream_sum(site, inputs,
+      cotangent, weights) -> parameter.shape``: norms and weighted sum of gradients that are
+      computed a few at a time, both of the very same numbers;
     * ``outer_form(site, inputs, cotangent) -> ((u, axes), (v, axes))`` or None: the gradient as
       ``sum_t u[t] v[t]^T``, each factor ``[B, T, N]`` over some axes of the parameter in this
       order, or integer ``[B, T]``, which stands for unit vectors; for norms of tied parameters;
@@ -196,9 +207,20 @@ def find_rule(primitive: Any) -> Any | None:
 
 
 def per_example(
-    rule: Any, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    rule: Any,
+    site: Site,
+    inputs: tuple[jax.Array, ...],
+    cotangent: jax.Array,
+    wide: bool = False,
 ) -> jax.Array:
-    """Calls the rule and checks the shape and dtype of what it returns.
+    """Calls the rule and checks the shape of what it returns.
+
+    Args:
+      rule: the site's rule.
+      site: the equation.
+      inputs: the other operands, each with the example axis in front.
+      cotangent: the cotangent of the result, ``[B, *site.out.shape]``.
+      wide: whether to return at least float32; else the operand's dtype.
 
     Raises:
       ValueError: the result has the wrong shape; the message names primitive and source line.
@@ -212,17 +234,114 @@ def per_example(
             f"{site.argument}), for the equation at {site.location}. Correct the rule given to "
             "perex.register_rule."
         )
-    result = result.astype(site.parameter.dtype)
+    dtype = site.parameter.dtype
+    result = result.astype(outer_product.accumulate_dtype(dtype) if wide else dtype)
     return result if site.mask is None else site.mask.zero_masked(result)
 
 
-def weighted_sum(
+def knows_norms(rule: Any) -> bool:
+    """Whether a rule has norms that are cheaper than gradients, and sums that go with them."""
+    return hasattr(rule, "weighted_sum") and (
+        hasattr(rule, "gram_norms") or hasattr(rule, "square_norm")
+    )
+
+
+def site_norms(
+    rule: Any, site: Site, way: str, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+) -> CertifiedNorms:
+    """Returns the norms ``[B]`` of a site's gradients.
+
+    Args:
+      rule: the site's rule.
+      site: the equation.
+      way: ``"gram"`` for norms without gradients, if the rule `knows_norms`; ``"stream"``.
+      inputs: the other operands, each with the example axis in front.
+      cotangent: the cotangent of the result, ``[B, *site.out.shape]``.
+    """
+    if way == "gram":
+        if hasattr(rule, "gram_norms"):
+            return rule.gram_norms(site, inputs, cotangent)
+        return _from_square_norm(rule, site, inputs, cotangent)
+    if hasattr(rule, "stream_norms") and site.mask is None:
+        return rule.stream_norms(site, inputs, cotangent)
+    some = _some(rule, site, lambda gradients: outer_product.measure(gradients))
+    chunk = cache_chunk(cotangent.shape[0], 4 * site.parameter.size)
+    return CertifiedNorms.measured(*map_chunks(some, (*inputs, cotangent), chunk).T)
+
+
+def settled_norms(
+    rule: Any, site: Site, way: str, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+) -> ScaledNorms:
+    """Returns norms as `site_norms` does, measured where inner products cancel."""
+    certified = site_norms(rule, site, way, inputs, cotangent)
+    if way != "gram" or not hasattr(rule, "gram_norms"):
+        return certified.scaled()
+
+    return settle(certified, lambda: site_norms(rule, site, "stream", inputs, cotangent))
+
+
+def site_sum(
     rule: Any,
     site: Site,
+    way: str,
     inputs: tuple[jax.Array, ...],
     cotangent: jax.Array,
     weights: jax.Array,
 ) -> jax.Array:
-    """Calls the rule's ``weighted_sum``; masked entries of the sum are exactly zero."""
-    result = rule.weighted_sum(site, inputs, cotangent, weights)
+    """Returns the sum ``[*parameter.shape]`` of weight times gradient that goes with `site_norms`.
+
+    Masked entries of the sum are exactly zero, and so is what an example of weight zero adds.
+    """
+    if way == "gram":
+        result = rule.weighted_sum(site, inputs, cotangent, weights)
+    elif hasattr(rule, "stream_sum"):
+        result = rule.stream_sum(site, inputs, cotangent, weights)
+    else:
+        some = _some(rule, site, outer_product.sum_measured)
+        chunk = cache_chunk(cotangent.shape[0], 4 * site.parameter.size)
+        result = sum_chunks(some, (*inputs, cotangent, weights), chunk)
     return result if site.mask is None else site.mask.zero_masked(result)
+
+
+def _some(rule: Any, site: Site, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    count = len(site.inputs)
+
+    def some(*arrays: jax.Array) -> jax.Array:
+        gradients = per_example(rule, site, arrays[:count], arrays[count])
+        return function(gradients, *arrays[count + 1 :])
+
+    return some
+
+
+def _from_square_norm(
+    rule: Any, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+) -> CertifiedNorms:
+    scale, scaled = _scaled(inputs, cotangent)
+    squares = rule.square_norm(site, inputs, scaled)
+    certified = CertifiedNorms.measured(scale.astype(squares.dtype), squares)
+    if not hasattr(rule, "magnitudes"):
+        return certified
+    magnitude = rule.magnitudes(site, inputs, scaled)
+    dtype = outer_product.accumulate_dtype(cotangent.dtype)
+    # Twice: the gradient that was measured is rounded, and the one that is summed is too.
+    slack = 2 * sum_slack(magnitude, rule.longest_sum(site), dtype, jax.lax.Precision.HIGHEST)
+    return certified._replace(slack=slack.astype(squares.dtype))
+
+
+def _scaled(inputs: tuple[jax.Array, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Divides the cotangent so that gradients are around one, and returns the divisor ``[B]``.
+
+    Any rule is linear in the cotangent. For one that is linear in its inputs too, the inputs' scale
+    belongs into the divisor; for another it does no harm.
+    """
+    scale = unit_scale(cotangent)
+    cotangent = divide(cotangent, scale, cotangent.dtype)
+    for x in inputs:
+        # A half-precision cotangent has no room for the inputs' scale, nor can its inputs have one
+        # that float32 squares would not bear.
+        wide = jnp.finfo(cotangent.dtype).maxexp >= 128
+        if wide and jnp.issubdtype(x.dtype, jnp.inexact):
+            scale_x = unit_scale(x).astype(scale.dtype)
+            cotangent = divide(cotangent, scale_x, cotangent.dtype)
+            scale = combine_scales(scale, scale_x)
+    return scale, cotangent

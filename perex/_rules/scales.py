@@ -7,10 +7,36 @@ A power of two changes no digit. Where a norm is in question, it is carried in t
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+class ScaledNorms(NamedTuple):
+    """Norms of B vectors, ``scale * sqrt(squares)``, of which no part overflows or underflows.
+
+    ``scale`` is zero or a power of two ``[B]``; ``squares`` and ``upper`` are ``[B]``. ``scale *
+    sqrt(upper)`` is what the vector's term in a clipped sum is never longer than (see
+    `perex._rules.certified`). A vector that holds Inf or NaN has Inf or NaN squares.
+    """
+
+    scale: jax.Array
+    squares: jax.Array
+    upper: jax.Array
+
+    @classmethod
+    def measured(cls, scale: jax.Array, squares: jax.Array) -> ScaledNorms:
+        """Norms of vectors that are summed as they were measured."""
+        return cls(scale, squares, lax.stop_gradient(squares))
+
+    def values(self) -> jax.Array:
+        """The norms ``[B]``; infinite where the norm itself is too large for the dtype."""
+        # A square root has no derivative at zero; that of the norm shall be zero there.
+        nonzero = self.squares != 0
+        root = jnp.sqrt(jnp.where(nonzero, self.squares, 1))
+        return self.scale * jnp.where(nonzero, root, 0)
 
 
 def power_of_two(peak: jax.Array) -> jax.Array:
@@ -94,21 +120,30 @@ def combine_scales(left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.clip(left * right, float(info.tiny), 2.0 ** (info.maxexp - 1))
 
 
-def undo_scales(left: jax.Array, right: jax.Array, squares: jax.Array) -> jax.Array:
-    """Joins the scales of two factors with the squares of their scaled product.
+def undo_scales(
+    left: jax.Array,
+    right: jax.Array,
+    squares: jax.Array,
+    error: jax.Array,
+    slack: jax.Array,
+) -> jax.Array:
+    """Joins the scales of two factors with what is known of their scaled product.
 
     Args:
       left: powers of two ``[B]``.
       right: powers of two ``[B]``.
-      squares: ``[B]``, around 1.
+      squares: of the norms, ``[B]``, around 1.
+      error: of the squares, ``[B]``.
+      slack: of the norms, ``[B]``.
 
     Returns:
-      ``[B, 2]``: one scale, a power of two and a normal number, and the squares that belong to it.
-      Where ``left * right`` is out of range, the squares take what the scale cannot.
+      ``[B, 4]``: one scale, a power of two and a normal number, and squares, error and slack that
+      belong to it. Where ``left * right`` is out of range, these take what the scale cannot.
     """
     scale = combine_scales(left, right)
     rest = (left / scale) * right
-    return jnp.stack([scale, squares * rest * rest], axis=1)
+    square = rest * rest
+    return jnp.stack([scale, squares * square, error * square, slack * rest], axis=1)
 
 
 def _flat(array: jax.Array) -> jax.Array:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
+from perex._rules import outer_product
+from perex._rules.certified import CertifiedNorms
 from perex._rules.conv import choose, norms
 from perex._rules.conv.choose import register_conv_algorithm
 from perex._rules.conv.normal_form import (
@@ -68,34 +70,37 @@ class ConvRule:
             )
         return restore_kernel(site, conv, gradient.astype(kernel.dtype))
 
-    def square_norm(
+    def gram_norms(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
-    ) -> jax.Array:
-        """Squared norms ``[B]`` of the kernel gradients, by the cheaper of Gram and stream.
+    ) -> CertifiedNorms:
+        """Norms ``[B]`` of the kernel gradients from inner products, with bounds.
 
         Args:
           site: the convolution of one example.
           inputs: ``(x,)`` with ``x`` ``[B, *lhs.shape]``.
           cotangent: ``[B, *out.shape]``.
-
-        Returns:
-          ``[B]``, real, at least float32. Nothing is lost on the way to them, but in float32 the
-          square of a norm below 1e-19 or above 1e19 is out of range: see `scaled_norm`.
         """
-        scale, squares = self.scaled_norm(site, inputs, cotangent)
-        return scale * (scale * squares)
+        return self._norms(choose.gram_norms, site, inputs, cotangent)
 
-    def scaled_norm(
+    def stream_norms(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Norms as ``scale * sqrt(squares)``, each ``[B]`` and within the range of its type."""
+    ) -> CertifiedNorms:
+        """Norms ``[B]`` of kernel gradients that are computed and dropped, see `gram_norms`."""
+        return self._norms(choose.stream_norms, site, inputs, cotangent)
+
+    def _norms(
+        self,
+        norms_of: Callable[..., CertifiedNorms],
+        site: Site,
+        inputs: tuple[jax.Array, ...],
+        cotangent: jax.Array,
+    ) -> CertifiedNorms:
         conv = describe(site)
         batch = cotangent.shape[0]
         if conv.empty or batch == 0:
-            zeros = jnp.zeros(batch, jnp.finfo(conv.dtype).dtype)
-            return zeros + 1, zeros
+            return outer_product.zero_norms(batch, conv.dtype)
         x = arrange_input(site, conv, inputs[0])
-        return choose.scaled_norms(conv, x, arrange_cotangent(site, conv, cotangent))
+        return norms_of(conv, x, arrange_cotangent(site, conv, cotangent))
 
     def estimate(self, site: Site, batch_size: int) -> dict[str, float]:
         """Estimated seconds on a CPU of the three ways to a clipped sum, ``keep, gram, stream``."""
@@ -126,12 +131,31 @@ class ConvRule:
         Returns:
           ``kernel.shape``, at least float32.
         """
+        return self._sum(choose.weighted_sum, site, inputs, cotangent, weights)
+
+    def stream_sum(
+        self,
+        site: Site,
+        inputs: tuple[jax.Array, ...],
+        cotangent: jax.Array,
+        weights: jax.Array,
+    ) -> jax.Array:
+        """The same of the gradients that `stream_norms` measures."""
+        return self._sum(choose.stream_sum, site, inputs, cotangent, weights)
+
+    def _sum(
+        self,
+        sum_of: Callable[..., jax.Array],
+        site: Site,
+        inputs: tuple[jax.Array, ...],
+        cotangent: jax.Array,
+        weights: jax.Array,
+    ) -> jax.Array:
         conv = describe(site)
         if conv.empty or cotangent.shape[0] == 0:
             return jnp.zeros(site.operands[1].shape, conv.dtype)
         x = arrange_input(site, conv, inputs[0])
-        cotangent = arrange_cotangent(site, conv, cotangent)
-        result = choose.weighted_sum(conv, x, cotangent, weights)
+        result = sum_of(conv, x, arrange_cotangent(site, conv, cotangent), weights)
         return restore_kernel(site, conv, result)
 
     def merge_repeats(

@@ -49,6 +49,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from perex._rules.certified import CertifiedNorms
 from perex._rules.chunks import chunk_size
 from perex._rules.conv import depthwise, grouped, norms, taps, unfold
 from perex._rules.conv.normal_form import Convolution
@@ -280,17 +281,35 @@ def weighted_sum(
     )
 
 
-def scaled_norms(
-    conv: Convolution, x: jax.Array, cotangent: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Norms as ``scale * sqrt(squares)``, see `norms.scaled_norms`, in chunks by platform."""
-    batch = x.shape[0]
-    cpu = functools.partial(norms.scaled_norms, conv)
-    if chunk_size(batch, norms.cache_chunk(conv, batch)) >= batch:
-        return cpu(x, cotangent)
+def gram_norms(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> CertifiedNorms:
+    """Norms from inner products, see `norms.gram_norms`, in chunks by platform."""
+    return _by_chunk(norms.gram_norms, norms.gram_chunk, conv, x, cotangent)
+
+
+def stream_norms(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> CertifiedNorms:
+    """Norms of gradients that are dropped, see `norms.stream_norms`, in chunks by platform."""
+    return _by_chunk(norms.stream_norms, norms.stream_chunk, conv, x, cotangent)
+
+
+def stream_sum(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Weighted sum of the gradients that `stream_norms` measures, in the same chunks."""
+    return _by_chunk(norms.stream_sum, norms.stream_chunk, conv, x, cotangent, weights)
+
+
+def _by_chunk(
+    run: Callable[..., Any],
+    cache_chunk: Callable[[Convolution, int], int],
+    conv: Convolution,
+    *arrays: jax.Array,
+) -> Any:
+    batch = arrays[0].shape[0]
+    cpu = functools.partial(run, conv)
+    if chunk_size(batch, cache_chunk(conv, batch)) >= batch:
+        return cpu(*arrays)
     # A quarter of the batch keeps a device busy and never holds all gradients.
-    other = functools.partial(norms.scaled_norms, conv, chunk=-(-batch // 4))
-    return by_platform(cpu, other, x, cotangent)
+    return by_platform(cpu, functools.partial(run, conv, chunk=-(-batch // 4)), *arrays)
 
 
 def device_chunk(conv: Convolution) -> int:

@@ -7,7 +7,8 @@ overlapping windows, so these are sums of inner products of *pixels*:
 
 One product gives all pixel pairs, ``2 S^2 C`` multiplications and additions (S of the padded image)
 where the patches need ``2 T^2 K C``; then shifted views of it are added up, one axis after the
-other. The stream way computes the gradients of a few examples, squares them and drops them.
+other. The stream way computes the gradients of a few examples, squares them and drops them, and
+once more to sum them with their weights.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from perex._rules import chunks, outer_product
-from perex._rules.chunks import map_chunks
+from perex._rules.certified import CertifiedNorms, from_grams
+from perex._rules.chunks import map_chunks, sum_chunks
 from perex._rules.conv import depthwise, unfold
 from perex._rules.conv.normal_form import Convolution, pad_input
 from perex._rules.outer_product import product_seconds
 from perex._rules.scales import (
     divide,
-    inner_products,
-    scaled_squares,
     undo_scales,
     unit_scale,
 )
@@ -79,7 +79,7 @@ def estimate(conv: Convolution, batch: int) -> dict[str, float]:
         single = batch * depthwise.gradient_seconds(conv)
         read = 2 * batch * conv.kernel_size * conv.itemsize / 1.5e10
         seconds["keep"] = min(seconds["keep"], single + read)
-        seconds["stream"] = min(seconds["stream"], 2 * single)
+        seconds["stream"] = min(seconds["stream"], 2 * single + read)
         seconds["gram"] += single - total
     return seconds
 
@@ -88,63 +88,96 @@ def _is_depthwise(conv: Convolution) -> bool:
     return depthwise.covers(conv) is None and conv.groups > 1
 
 
-def scaled_norms(
+def gram_norms(
     conv: Convolution,
     x: jax.Array,
     cotangent: jax.Array,
     way: str | None = None,
     chunk: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Norms of the kernel gradients as ``scale * sqrt(squares)``, both in range.
+) -> CertifiedNorms:
+    """Norms of the kernel gradients from inner products of patches.
 
     Args:
       conv: the convolution.
       x: ``[B, N, *S, G, C]``.
       cotangent: ``[B, N, *O, G, P]``.
-      way: ``"gram"``, ``"pixels"`` or ``"patches"`` (Gram by one of the two ways) or ``"stream"``,
-        by default the fastest by `estimate`.
+      way: ``"pixels"`` or ``"patches"``, by default the faster by `gram_seconds`.
       chunk: examples at a time, by default what stays in a CPU's cache.
 
     Returns:
-      ``(scale [B], squares [B])``, real, at least float32. An example with NaN or Inf has NaN or
+      Norms and bounds, each ``[B]``, real, at least float32. An example with NaN or Inf has NaN or
       Inf squares.
     """
-    way = _resolve(conv, x.shape[0], way)
+    way = way or _gram_way(conv)
 
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        if way == "stream":
-            return scaled_squares(_gradient(conv, x, cotangent))
         scale_x, scale_c = unit_scale(x), unit_scale(cotangent)
         x, cotangent = divide(x, scale_x, conv.dtype), divide(cotangent, scale_c, conv.dtype)
-        squares = (_pixels if way == "pixels" else _patches)(conv, x, cotangent)
-        return undo_scales(scale_x, scale_c, squares)
+        grams = (_pixels if way == "pixels" else _patches)(conv, x, cotangent)
+        certified = from_grams(*grams, (conv.depth, conv.features), conv.precision)
+        return undo_scales(scale_x, scale_c, *certified)
 
-    result = map_chunks(some, (x, cotangent), chunk or cache_chunk(conv, x.shape[0], way))
-    return result[:, 0], result[:, 1]
-
-
-def _resolve(conv: Convolution, batch: int, way: str | None) -> str:
-    """The way by name, without ``None`` and ``"gram"``."""
-    if way is None:
-        seconds = estimate(conv, batch)
-        way = "gram" if seconds["gram"] <= seconds["stream"] else "stream"
-    if way == "gram":
-        grams = gram_seconds(conv)
-        way = min(grams, key=grams.__getitem__)
-    return way
+    chunk = chunk or gram_chunk(conv, x.shape[0], way)
+    return CertifiedNorms(*map_chunks(some, (x, cotangent), chunk).T)
 
 
-def cache_chunk(conv: Convolution, batch: int, way: str | None = None) -> int:
-    """Number of examples whose temporaries stay in a CPU's cache together."""
-    way = _resolve(conv, batch, way)
-    held = unfold.patch_bytes(conv)
-    if way == "stream":
-        if _is_depthwise(conv):
-            return depthwise.cache_chunk(conv, batch)
-        held += conv.kernel_size * conv.itemsize
-    else:
-        pixels = (conv.images * math.prod(conv.padded)) ** 2 if way == "pixels" else 0
-        held += conv.groups * conv.itemsize * (2 * conv.positions**2 + 2 * pixels)
+def stream_norms(
+    conv: Convolution, x: jax.Array, cotangent: jax.Array, chunk: int | None = None
+) -> CertifiedNorms:
+    """Norms of the kernel gradients, computed a few at a time and dropped; see `gram_norms`."""
+
+    def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return outer_product.measure(_gradient(conv, x, cotangent))
+
+    chunk = chunk or stream_chunk(conv, x.shape[0])
+    return CertifiedNorms.measured(*map_chunks(some, (x, cotangent), chunk).T)
+
+
+def stream_sum(
+    conv: Convolution,
+    x: jax.Array,
+    cotangent: jax.Array,
+    weights: jax.Array,
+    chunk: int | None = None,
+) -> jax.Array:
+    """Sum of weight times kernel gradient, of the gradients that `stream_norms` measures.
+
+    Args:
+      conv: the convolution.
+      x: ``[B, N, *S, G, C]``.
+      cotangent: ``[B, N, *O, G, P]``.
+      weights: ``[B]``; an example of weight zero adds exactly zero, whatever it holds.
+      chunk: examples at a time, by default what stays in a CPU's cache.
+
+    Returns:
+      ``[*K, G, C, P]`` of type ``conv.dtype``.
+    """
+
+    def some(x: jax.Array, cotangent: jax.Array, weights: jax.Array) -> jax.Array:
+        return outer_product.sum_measured(_gradient(conv, x, cotangent), weights)
+
+    return sum_chunks(some, (x, cotangent, weights), chunk or stream_chunk(conv, x.shape[0]))
+
+
+def _gram_way(conv: Convolution) -> str:
+    seconds = gram_seconds(conv)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def gram_chunk(conv: Convolution, batch: int, way: str | None = None) -> int:
+    """Number of examples whose patches and inner products stay in a CPU's cache together."""
+    pixels = 0
+    if (way or _gram_way(conv)) == "pixels":
+        pixels = (conv.images * math.prod(conv.padded)) ** 2
+    held = conv.groups * conv.itemsize * (2 * conv.positions**2 + 2 * pixels)
+    return chunks.cache_chunk(batch, unfold.patch_bytes(conv) + held)
+
+
+def stream_chunk(conv: Convolution, batch: int) -> int:
+    """Number of examples whose patches and gradients stay in a CPU's cache together."""
+    if _is_depthwise(conv):
+        return depthwise.cache_chunk(conv, batch)
+    held = unfold.patch_bytes(conv) + conv.kernel_size * conv.itemsize
     return chunks.cache_chunk(batch, held)
 
 
@@ -154,15 +187,20 @@ def _gradient(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Arra
     return unfold.product(conv, unfold.patches(conv, x), cotangent)
 
 
-def _patches(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+def _patches(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Inner products of all pairs of positions, ``[b, G, T, T]``, of patches and of cotangents."""
     rank = len(conv.kernel)
     rows = unfold.patches(conv, x).reshape(x.shape[0], conv.groups, conv.depth, -1)
     columns = jnp.moveaxis(cotangent, 2 + rank, 1)
     columns = columns.reshape(x.shape[0], conv.groups, -1, conv.features)
-    return outer_product.gram_squares(rows.swapaxes(2, 3), columns)
+    return (
+        outer_product.gram(rows.swapaxes(2, 3), conv.dtype),
+        outer_product.gram(columns, conv.dtype),
+    )
 
 
-def _pixels(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+def _pixels(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same from inner products of pixels."""
     left, right = _pairs(pad_input(conv, x)), _pairs(cotangent)
     # [b, G, N, *S, N, *S]: the same kernel position in both images, one axis after the other.
     rank = len(conv.kernel)
@@ -176,7 +214,8 @@ def _pixels(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
                 view = lax.slice_in_dim(view, start, stop, conv.strides[axis], i)
             views.append(view)
         left = functools.reduce(jnp.add, views)
-    return jnp.maximum(inner_products(left, jnp.conj(right)), 0)
+    shape = (x.shape[0], conv.groups, conv.positions, conv.positions)
+    return left.reshape(shape), right.reshape(shape)
 
 
 def _pairs(array: jax.Array) -> jax.Array:

@@ -126,10 +126,10 @@ class PerExample:
             return jax.vmap(PerExample.scaled_norms)(self)
         return _norms_of_leaf(self)
 
-    def _streamed_norms(self) -> CertifiedNorms:
+    def _streamed_norms(self, at_once: int | None = None) -> CertifiedNorms:
         if self._is_one_site():
             return self.uses[0].norms("stream")
-        return CertifiedNorms.measured(*self._in_chunks(measure).T)
+        return CertifiedNorms.measured(*self._in_chunks(measure, at_once=at_once).T)
 
     def _is_one_site(self) -> bool:
         """Whether the rule of a single site can measure and sum the gradients by itself."""
@@ -175,7 +175,10 @@ class PerExample:
         return sum(terms[1:], terms[0])
 
     def _in_chunks(
-        self, function: Callable[..., jax.Array], weights: jax.Array | None = None
+        self,
+        function: Callable[..., jax.Array],
+        weights: jax.Array | None = None,
+        at_once: int | None = None,
     ) -> jax.Array:
         """Calls a function of the gradients of a few examples at a time.
 
@@ -183,6 +186,7 @@ class PerExample:
           function: from gradients ``[b, *shape]`` to ``[b, ...]``; with weights, from gradients and
             weights to their sum ``[*shape]``.
           weights: ``[B]`` or None.
+          at_once: how many examples to take, by default what stays in cache.
 
         Returns:
           The results joined, or added up if there are weights.
@@ -199,7 +203,7 @@ class PerExample:
             (gradients,) = _materialize([part], [pullers])
             return function(gradients, *arrays[treedef.num_leaves :])
 
-        wanted = _chunk_size(self.uses, math.prod(self.leaf_shape), self.batch_size)
+        wanted = at_once or _chunk_size(self.uses, math.prod(self.leaf_shape), self.batch_size)
         if weights is None:
             return map_chunks(some, tuple(arrays), wanted)
         return sum_chunks(some, (*arrays, weights), wanted)
@@ -238,7 +242,8 @@ def _norms_of_leaf(leaf: PerExample) -> ScaledNorms:
     else:
         certified = use.norms("gram")
 
-    return settle(certified, leaf._streamed_norms)
+    # One example at a time, as the memory of what rarely runs is there all the time.
+    return settle(certified, lambda: leaf._streamed_norms(at_once=1))
 
 
 def _chunk_size(uses: Sequence[Use], size: int, batch_size: int) -> int:

@@ -61,6 +61,7 @@ def make_plan(
     differentiated_outputs: frozenset[int],
     fixed: Callable[[int], bool] = lambda variable: True,
     knowledge: Knowledge | None = None,
+    leaf_sizes: Mapping[int, int] | None = None,
 ) -> Plan:
     """Plans a program.
 
@@ -72,12 +73,15 @@ def make_plan(
       differentiated_outputs: positions of the outputs through which gradients flow.
       fixed: whether an input may enter a site's preparation; False for the carries of loops.
       knowledge: what is known of values beforehand, to find the masks of convolutions.
+      leaf_sizes: how many entries each parameter leaf has; by default the inputs are the leaves.
 
     Returns:
       The plan.
     """
     knowledge = knowledge or Knowledge(program)
-    planner = _Planner(program, input_bits, input_leaves, options, fixed, knowledge)
+    if leaf_sizes is None:
+        leaf_sizes = {v: program.avals[v].size for v in frozenset().union(*input_leaves)}
+    planner = _Planner(program, input_bits, input_leaves, options, fixed, knowledge, leaf_sizes)
     return planner.plan(differentiated_outputs)
 
 
@@ -90,8 +94,10 @@ class _Planner:
         options: Mapping[str, Any],
         fixed: Callable[[int], bool],
         knowledge: Knowledge,
+        leaf_sizes: Mapping[int, int],
     ) -> None:
         self.program = program
+        self.leaf_sizes = leaf_sizes
         self.bits = classify(program, input_bits)
         self.options = options
         self.fixed = fixed
@@ -220,13 +226,15 @@ class _Planner:
         if found is not None and found.mask is not None:
             return f"masked convolution, {found.plan.describe()}"
         site = self._site(equation, argument, None if found is None else found.plan)
+        leaves = self._leaves([variable])
+        largest = max((self.leaf_sizes[leaf] for leaf in leaves), default=0)
+        if hasattr(rule, "pays") and not rule.pays(site, largest):
+            return "nothing is faster for it than vmap(grad)"
         reason = rule.covers(site) if hasattr(rule, "covers") else None
         if reason is not None:
             return reason
         index = len(self.sites)
-        self.sites.append(
-            SiteUse(site, rule, variable, (), (), required, self._leaves([variable]), equation)
-        )
+        self.sites.append(SiteUse(site, rule, variable, (), (), required, leaves, equation))
         inputs = equation.inputs[:argument] + equation.inputs[argument + 1 :]
         return Tap(equation, index, site, tuple(self.bits[v] == ACTIVE for v in inputs))
 
@@ -263,6 +271,7 @@ class _Planner:
                     frozenset(range(len(body.program.outputs))),
                     lambda variable, free=free: free.get(variable, True),
                     self._enter(equation, body),
+                    self.leaf_sizes,
                 )
             )
             first.append(len(self.sites))

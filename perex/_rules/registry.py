@@ -131,6 +131,9 @@ class Rule(Protocol):
     * ``merge_repeats(site, inputs, cotangent) -> (site, inputs, cotangent)``: folds an axis of
       repeated uses, second of every array, into one use;
     * ``estimate(site, batch_size) -> {"keep": s, "gram": s, "stream": s}``: estimated seconds;
+    * ``pays(site, leaf_size) -> bool``: whether a use is worth a site, for the largest leaf that
+      the operand is computed from; else it goes the plain way;
+    * ``reads_inputs = False``: the rule needs no more than the cotangent, and gets no inputs;
     * ``describe(site, batch_size) -> str``: a word on the algorithm, for `perex.explain`;
     * ``check_options(options)``: raises where the options of a transform make no sense.
     """

@@ -241,6 +241,8 @@ def _norms_of_leaf(leaf: PerExample) -> ScaledNorms:
         certified = norms_by_pairs(leaf.uses)
     else:
         certified = use.norms("gram")
+        if not hasattr(use.preparation.use.rule, "gram_norms"):
+            return certified.scaled()
 
     # One example at a time, as the memory of what rarely runs is there all the time.
     return settle(certified, lambda: leaf._streamed_norms(at_once=1))

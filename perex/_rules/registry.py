@@ -267,7 +267,7 @@ def site_norms(
         return _from_square_norm(rule, site, inputs, cotangent)
     if hasattr(rule, "stream_norms") and site.mask is None:
         return rule.stream_norms(site, inputs, cotangent)
-    some = _some(rule, site, lambda gradients: outer_product.measure(gradients))
+    some = _some(rule, site, len(inputs), outer_product.measure)
     chunk = cache_chunk(cotangent.shape[0], 4 * site.parameter.size)
     return CertifiedNorms.measured(*map_chunks(some, (*inputs, cotangent), chunk).T)
 
@@ -300,14 +300,16 @@ def site_sum(
     elif hasattr(rule, "stream_sum"):
         result = rule.stream_sum(site, inputs, cotangent, weights)
     else:
-        some = _some(rule, site, outer_product.sum_measured)
+        some = _some(rule, site, len(inputs), outer_product.sum_measured)
         chunk = cache_chunk(cotangent.shape[0], 4 * site.parameter.size)
         result = sum_chunks(some, (*inputs, cotangent, weights), chunk)
     return result if site.mask is None else site.mask.zero_masked(result)
 
 
-def _some(rule: Any, site: Site, function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    count = len(site.inputs)
+def _some(
+    rule: Any, site: Site, count: int, function: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """Returns a function of a few examples' gradients, as one of ``count`` inputs and more."""
 
     def some(*arrays: jax.Array) -> jax.Array:
         gradients = per_example(rule, site, arrays[:count], arrays[count])

@@ -128,10 +128,12 @@ def test_memory_is_that_of_a_microbatch():
     assert temporaries(4) < temporaries(None) / 3 + x.nbytes
 
 
-@pytest.mark.parametrize("size, factored", [(None, False), (None, True), (3, True)])
-def test_padding_changes_no_bit(size, factored, request):
-    if factored:
-        request.getfixturevalue("factors_everywhere")
+@pytest.mark.parametrize(
+    "size, forced_way",
+    [(None, "keep"), (None, "gram"), (3, "gram"), (None, "stream"), (3, "stream")],
+    indirect=["forced_way"],
+)
+def test_padding_changes_no_bit(size, forced_way):
     is_padding = np.array([False, True, False, False, True, False, True])
     clipped = jax.jit(perex.clipped_grad(two_layers, CLIP, has_aux=True, microbatch_size=size))
     zero, other = XS.copy(), XS.copy()
@@ -179,7 +181,7 @@ def test_no_example_exceeds_the_clip_norm(case):
         assert norm <= clip * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("factored", [False, True])
+@pytest.mark.parametrize("forced_way", ["keep", "gram", "stream"], indirect=True)
 @pytest.mark.parametrize(
     "modes",
     [
@@ -190,15 +192,13 @@ def test_no_example_exceeds_the_clip_norm(case):
         {"mode": "automatic", "per": "leaf"},
     ],
 )
-def test_the_sum_is_what_dp_clip_makes_of_the_gradients(modes, factored, request):
+def test_the_sum_is_what_dp_clip_makes_of_the_gradients(modes, forced_way):
     """Without noise and divided by one, of arrays and of factors alike."""
-    if factored:
-        request.getfixturevalue("factors_everywhere")
     transform = dp_clip(CLIP, 0.0, jax.random.key(0), expected_batch_size=1, **modes)
     state = transform.init(PARAMS)
     arrays, _ = perex.grad(two_layers, has_aux=True)(PARAMS, XS)
     factors, _ = perex.grad(two_layers, has_aux=True, factored=True)(PARAMS, XS)
-    assert isinstance(factors["last"], perex.PerExample) == factored
+    assert isinstance(factors["last"], perex.PerExample) == (forced_way != "keep")
     actual, stats = perex.clipped_grad(two_layers, CLIP, has_aux=True, **modes)(PARAMS, XS)
     for gradients in (arrays, factors):
         expected, after = transform.update(gradients, state, PARAMS)
@@ -225,7 +225,8 @@ def test_noise_goes_on_top():
     assert not np.allclose(updates["last"], -0.1 / 7 * total_["last"])
 
 
-def test_bfloat16_sums_are_float32(x64, factors_everywhere):
+@WAYS
+def test_bfloat16_sums_are_float32(x64, forced_way):
     params = jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), PARAMS)
     xs = jnp.asarray(XS, jnp.bfloat16)
     fun = lambda params, x: two_layers(params, x)[0]  # noqa: E731
@@ -236,7 +237,8 @@ def test_bfloat16_sums_are_float32(x64, factors_everywhere):
     assert_trees_close(actual, expected, rtol=0.05, atol=0.05)
 
 
-def test_a_sum_through_a_cast_is_not_rounded_to_the_short_type(factors_everywhere):
+@WAYS
+def test_a_sum_through_a_cast_is_not_rounded_to_the_short_type(forced_way):
     """Weights float32, product bfloat16: the cast back must not cost the sum its digits."""
     w, x = np.float32(normal(96, 80)), jnp.asarray(batch(4, 96), jnp.bfloat16)
 

@@ -251,11 +251,11 @@ def sum_measured(gradients: jax.Array, weights: jax.Array) -> jax.Array:
     gradients = lax.optimization_barrier(gradients)
     dtype = accumulate_dtype(gradients.dtype)
     gradients = gradients.astype(dtype)
-    weights = weights.astype(jnp.finfo(dtype).dtype)
+    weights = weights.astype(dtype)
     used = lax.expand_dims(weights != 0, range(1, gradients.ndim))
     # A conditional, as it is rarely needed.
     gradients = lax.cond(jnp.all(used), lambda: gradients, lambda: jnp.where(used, gradients, 0))
-    return jnp.tensordot(weights.astype(dtype), gradients, 1, precision=lax.Precision.HIGHEST)
+    return jnp.tensordot(weights, gradients, 1, precision=lax.Precision.HIGHEST)
 
 
 def stream_norms(

@@ -42,7 +42,7 @@ FORMS = {
     "where not": lambda w, m: jnp.where(jnp.logical_not(m), 0.0, w),
     "select": lambda w, m: lax.select(jnp.broadcast_to(m, w.shape), w, jnp.zeros_like(w)),
     "one factor more": lambda w, m: 0.5 * (w * m) * jnp.ones((1, 1, 4, 1), w.dtype),
-    "mask of a sum": lambda w, m: m * (w + 0.25 * w[..., :1]),
+    "mask of a sum": lambda w, m: m * (w + 0.25),
     "reshaped after": lambda w, m: jnp.reshape((w * m).reshape(9, 24), (3, 3, 4, 6)),
     "turned": lambda w, m: jnp.flip(jnp.flip(w, 1) * jnp.flip(expand(m), 1), 1),
     "transposed": lambda w, m: (
@@ -75,26 +75,20 @@ def loss_of(forms, weights, masks, x):
     return sum(values, jnp.zeros((), x.dtype))
 
 
-def all_ways(forms, constant, weights, masks, x):
-    """What every transform returns, compiled in one piece."""
+def all_ways(forms, constant):
+    """A function that returns what every transform returns, to be compiled in one piece."""
 
     def run(weights, masks, x):
-        masks = constant if constant is not None else masks
-        loss = functools.partial(loss_of, forms)
-        closed = lambda weights, x: loss(weights, masks, x)  # noqa: E731
-        exact = perex.exact_masks(
-            lambda weights, masks, x: loss(weights, masks if constant is None else constant, x)
-        )
+        masks = masks if constant is None else constant
+        closed = lambda weights, x: loss_of(forms, weights, masks, x)  # noqa: E731
         return (
             perex.grad(closed)(weights, x),
             perex.grad_norms(closed)(weights, x),
             perex.clipped_grad(closed, CLIP)(weights, x),
-            jax.vmap(jax.grad(exact), (None, None, 0))(weights, masks, x),
+            jax.vmap(jax.grad(perex.exact_masks(closed)), (None, 0))(weights, x),
         )
 
-    return jax.tree.map(
-        np.asarray, jax.jit(run).lower(weights, masks, x).compile(LOW)(weights, masks, x)
-    )
+    return run
 
 
 def check(forms, masks, where, known):
@@ -102,7 +96,8 @@ def check(forms, masks, where, known):
     forms = tuple(forms.items())
     weights = {name: WEIGHT for name, _ in forms}
     given = tuple(map(jnp.asarray, masks))
-    ways = functools.partial(all_ways, forms, given if known else None)
+    ways = jax.jit(all_ways(forms, given if known else None))
+    ways = ways.lower(weights, given, IMAGES).compile(LOW)
     gradients, norms, clipped, exact = ways(weights, given, IMAGES)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (weights, IMAGES))
@@ -134,11 +129,7 @@ def check_poisoned(ways, weights, given, clean, where):
         x[:, 4] = np.nan
     if not acts[:, :, 1].any():
         x[..., 1] = np.inf
-    weights = {
-        # A sum spreads the NaN in one weight to others that act.
-        name: w if "sum" in name else np.where(acts, w, np.nan).astype(w.dtype)
-        for name, w in weights.items()
-    }
+    weights = {n: np.where(acts, w, np.nan).astype(w.dtype) for n, w in weights.items()}
     jax.tree.map(np.testing.assert_array_equal, ways(weights, given, x), clean)
 
 
@@ -146,7 +137,9 @@ def check_poisoned(ways, weights, given, clean, where):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_shape_and_form(shape, known):
     mask = mask_of(shape)
-    *ways, clean = check(FORMS, (mask,), mask, known)
+    first = SHAPES.index(shape) % 3  # a third of the forms for each shape
+    forms = dict(list(FORMS.items())[first::3])
+    *ways, clean = check(forms, (mask,), mask, known)
     check_poisoned(*ways, clean, mask)
 
 
@@ -179,7 +172,7 @@ def test_several_masks_in_a_row(known):
 def test_nothing_acts():
     mask = np.zeros((3, 1, 1, 1), bool)
     for known in (False, True):
-        *ways, clean = check(FORMS, (mask,), mask, known)
+        *ways, clean = check(dict(list(FORMS.items())[::3]), (mask,), mask, known)
         check_poisoned(*ways, clean, mask)
 
 

@@ -68,10 +68,8 @@ def evaluate(
                 results = equation.bind(operands)
             else:
                 x, kernel = operands
-                found = step.found.mask
-                mask = None if found is None else environment[found.variable]
                 with _compat.equation_scope(equation.source):
-                    results = [step.found.apply(x, kernel, mask)]
+                    results = [step.found.apply(x, kernel, environment)]
         elif isinstance(step, Tap):
             operands = [environment[v] for v in equation.inputs]
             with _compat.equation_scope(equation.source):

@@ -131,8 +131,8 @@ class _Planner:
                 step = Prepare(step.equation, wants_plain, wants_differentiable)
             elif isinstance(step, Apply):
                 self._want(step.equation.inputs, plain, differentiable)
-                if step.found is not None and step.found.mask is not None:
-                    plain.add(step.found.mask.variable)
+                if step.found is not None:
+                    plain.update(mask.variable for mask in step.found.masks)
             elif isinstance(step, Tap):
                 plain.update(v for v in step.equation.inputs if not self.bits[v] & DATA)
             else:
@@ -223,7 +223,7 @@ class _Planner:
         if not all(self.fixed(v) for v in required):
             return "the parameter is computed from what a loop carries from step to step"
         found = self.knowledge.find(equation)
-        if found is not None and found.mask is not None:
+        if found is not None and found.masks:
             return f"masked convolution, {found.plan.describe()}"
         site = self._site(equation, argument, None if found is None else found.plan)
         leaves = self._leaves([variable])

@@ -100,8 +100,7 @@ def _run(knowledge: Knowledge, inputs: Sequence[Any]) -> list[Any]:
         operands = [environment[v] for v in equation.inputs]
         found = knowledge.find(equation)
         if found is not None:
-            mask = None if found.mask is None else environment[found.mask.variable]
-            results = [_convolve(found, equation, operands, mask)]
+            results = [_convolve(found, equation, operands, environment)]
         elif any(_holds_convolution(body) for body in _compat.inner_jaxprs(equation.params)):
             results = _region(knowledge, equation, operands)
         else:
@@ -110,9 +109,11 @@ def _run(knowledge: Knowledge, inputs: Sequence[Any]) -> list[Any]:
     return [environment[v] for v in program.outputs]
 
 
-def _convolve(found: Found, equation: Equation, operands: Sequence[Any], mask: Any) -> Any:
+def _convolve(
+    found: Found, equation: Equation, operands: Sequence[Any], environment: Mapping[int, Any]
+) -> Any:
     with _compat.equation_scope(equation.source):
-        return found.apply(operands[0], operands[1], mask)
+        return found.apply(operands[0], operands[1], environment)
 
 
 def _holds_convolution(jaxpr: Any) -> bool:

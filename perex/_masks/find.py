@@ -8,8 +8,9 @@ known condition, through whatever keeps them zeros: casts, rearrangements, scali
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,19 +45,22 @@ class RunTimeMask:
     Attributes:
       variable: the variable that holds it.
       zero: its value where the kernel is masked.
-      layout: the rearrangements from there to the kernel, in order.
+      layout: the rearrangements from there to the kernel, in order, each with the shape of its
+        operand: products and sums on the way may have broadcast the mask to it.
+      shape: the kernel's.
     """
 
     variable: int
     zero: int
-    layout: tuple[Equation, ...]
+    layout: tuple[tuple[tuple[int, ...], Equation], ...]
+    shape: tuple[int, ...]
 
     def acts(self, value: jax.Array) -> jax.Array:
         """Returns a boolean array of the kernel's shape, False where the kernel is masked."""
         value = value != self.zero
-        for equation in self.layout:
-            value = equation.primitive.bind(value, **equation.params)
-        return value
+        for shape, equation in self.layout:
+            value = equation.primitive.bind(jnp.broadcast_to(value, shape), **equation.params)
+        return jnp.broadcast_to(value, self.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,16 +69,23 @@ class Found:
 
     Attributes:
       plan: how to compute the convolution.
-      mask: the mask, if it becomes known only at run time.
+      masks: the masks that become known only at run time; an entry acts where all let it.
+      known: what was known of the mask before where there are such masks: bool, False where the
+        kernel is masked.
     """
 
     plan: MaskPlan
-    mask: RunTimeMask | None = None
+    masks: tuple[RunTimeMask, ...] = ()
+    known: np.ndarray | None = None
 
-    def apply(self, x: jax.Array, kernel: jax.Array, mask: Any = None) -> jax.Array:
-        """Evaluates the equation; ``mask`` is the value of ``self.mask.variable``."""
-        acts = None if self.mask is None else self.mask.acts(mask)
-        return self.plan.convolve(x, kernel, acts)
+    def apply(self, x: jax.Array, kernel: jax.Array, values: Mapping[int, Any]) -> jax.Array:
+        """Evaluates the equation; ``values`` holds the variables of ``self.masks``."""
+        if not self.masks:
+            return self.plan.convolve(x, kernel)
+        acts = [mask.acts(values[mask.variable]) for mask in self.masks]
+        if self.known is not None:
+            acts.append(jnp.asarray(self.known))
+        return self.plan.convolve(x, kernel, functools.reduce(jnp.logical_and, acts))
 
 
 class Knowledge:
@@ -119,13 +130,12 @@ class Knowledge:
         if kernel in self.program.constants:
             return None  # zeros in an array that is just given are not known to be a mask
         zeros = self.zeros(kernel)
-        if zeros is not None:
-            return Found(plan_known(~zeros, equation.params))
-        mask = self._run_time_mask(kernel, (), 0)
-        if mask is None:
-            return None
-        plan = plan_at_run_time(self.program.avals[kernel].shape, equation.params)
-        return Found(plan, mask)
+        masks = tuple(self._run_time_masks(kernel, (), self.program.avals[kernel].shape, 0))
+        if not masks or (zeros is not None and zeros.all()):
+            return None if zeros is None else Found(plan_known(~zeros, equation.params))
+        known = None if zeros is None else ~zeros
+        plan = plan_at_run_time(self.program.avals[kernel].shape, equation.params, known)
+        return Found(plan, masks, known)
 
     def value(self, variable: int) -> Any | None:
         """Returns the value of a variable where it depends on known values alone."""
@@ -137,6 +147,9 @@ class Knowledge:
         """Returns where a variable is surely zero, as a boolean array; None if nowhere."""
         if variable not in self._zeros_memo:
             zeros = self._find_zeros(variable, depth) if depth < _DEEPEST else None
+            if zeros is not None:
+                # Operands may be scalars or have axes of size one where the result has not.
+                zeros = np.broadcast_to(zeros, self.program.avals[variable].shape)
             self._zeros_memo[variable] = zeros if zeros is not None and zeros.any() else None
         return self._zeros_memo[variable]
 
@@ -226,31 +239,56 @@ class Knowledge:
         which = np.broadcast_to(np.asarray(which).astype(int), cases[0].shape)
         return np.take_along_axis(np.stack(cases), which[None], 0)[0]
 
-    def _run_time_mask(
-        self, variable: int, layout: tuple[Equation, ...], depth: int
-    ) -> RunTimeMask | None:
+    def _run_time_masks(
+        self,
+        variable: int,
+        layout: tuple[tuple[tuple[int, ...], Equation], ...],
+        shape: tuple[int, ...],
+        depth: int,
+    ) -> Iterator[RunTimeMask]:
+        """Yields the masks of a variable that comes to the kernel of that shape by ``layout``."""
         equation = self._maker.get(variable)
         if equation is None or depth > _DEEPEST:
-            return None
-        if equation.primitive in _LAYOUT:
-            return self._run_time_mask(equation.inputs[0], (equation, *layout), depth + 1)
-        if equation.primitive in _ZERO_TO_ZERO:
-            return self._run_time_mask(equation.inputs[0], layout, depth + 1)
-        if equation.primitive is p.select_n_p and len(equation.inputs) == 3:
+            return
+        primitive, follow = equation.primitive, ()
+        if primitive in _LAYOUT:
+            operand = equation.inputs[0]
+            layout = ((self.program.avals[operand].shape, equation), *layout)
+            follow = (operand,)
+        elif primitive in _ZERO_TO_ZERO:
+            follow = equation.inputs
+        elif primitive is p.select_n_p and len(equation.inputs) == 3:
             which, *cases = equation.inputs
             for number, case in enumerate(cases):
                 zeros = self.zeros(case)
-                if zeros is not None and zeros.all() and self.program.avals[which].shape:
-                    return RunTimeMask(which, number, layout)
-        if equation.primitive is p.mul_p:
-            for operand in equation.inputs:
-                if self.looks_like_mask(operand):
-                    return RunTimeMask(operand, 0, layout)
-            for operand in equation.inputs:
-                found = self._run_time_mask(operand, layout, depth + 1)
-                if found is not None:
-                    return found
-        return None
+                if zeros is not None and zeros.all():
+                    if self.program.avals[which].shape and not self._is_settled(which):
+                        yield RunTimeMask(which, number, layout, shape)
+                    follow = (cases[1 - number],)
+        elif primitive is p.mul_p:
+            masks = [operand for operand in equation.inputs if self.looks_like_mask(operand)]
+            yield from (RunTimeMask(operand, 0, layout, shape) for operand in masks)
+            follow = tuple(operand for operand in equation.inputs if operand not in masks)
+        for operand in follow:
+            yield from self._run_time_masks(operand, layout, shape, depth + 1)
+
+    def _is_settled(self, variable: int) -> bool:
+        """Whether it is known before where a variable is zero, in all steps of a loop alike."""
+        if self.value(variable) is not None:
+            return True
+        while variable in self._maker:
+            equation = self._maker[variable]
+            if equation.primitive not in _KEEPS_MASK and equation.primitive not in _LAYOUT:
+                return False
+            variable = equation.inputs[0]
+        if self._outer is None or variable not in self._outer[1]:
+            return False
+        outer, sliced = self._outer[1][variable]
+        value = self._outer[0].value(outer)
+        if value is None or not sliced:
+            return False
+        zeros = np.asarray(value) == 0
+        return bool((zeros.all(0) == zeros.any(0)).all())
 
     def looks_like_mask(self, variable: int) -> bool:
         """Whether an unknown factor of a kernel is a mask.
@@ -258,7 +296,7 @@ class Knowledge:
         It is where the transform says so, where it was boolean or an integer once, and where it
         passed through ``stop_gradient``.
         """
-        if not self.program.avals[variable].shape or self.value(variable) is not None:
+        if not self.program.avals[variable].shape or self._is_settled(variable):
             return False
         while True:
             if self._is_mask(variable) or not jnp.issubdtype(

@@ -71,7 +71,11 @@ class MaskPlan:
 
     def _key(self) -> tuple[Any, ...]:
         mask = None if self.mask is None else (self.mask.shape, self.mask.tobytes())
-        return mask, tuple(sorted((name, str(value)) for name, value in self.params.items()))
+        return (
+            mask,
+            self.taps,
+            tuple(sorted((name, str(value)) for name, value in self.params.items())),
+        )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, MaskPlan) and (self is other or self._key() == other._key())
@@ -136,10 +140,21 @@ def plan_known(mask: np.ndarray, params: Mapping[str, Any]) -> MaskPlan:
     return MaskPlan(params, acts, chosen, taps, len(found))
 
 
-def plan_at_run_time(kernel_shape: tuple[int, ...], params: Mapping[str, Any]) -> MaskPlan:
-    """Plans a convolution whose mask is an argument of `MaskPlan.convolve`."""
-    rhs_spec = params["dimension_numbers"][1]
-    taps = tuple(np.ndindex(*(kernel_shape[axis] for axis in rhs_spec[2:])))
+def plan_at_run_time(
+    kernel_shape: tuple[int, ...], params: Mapping[str, Any], known: np.ndarray | None = None
+) -> MaskPlan:
+    """Plans a convolution whose mask is an argument of `MaskPlan.convolve`.
+
+    Args:
+      kernel_shape: the kernel's.
+      params: the parameters of the ``conv_general_dilated`` equation.
+      known: bool, of the kernel's shape: False where that mask is known to be.
+
+    Returns:
+      The plan.
+    """
+    per_tap = _tap_masks(np.ones(kernel_shape, bool) if known is None else known, params)
+    taps = tuple(tap for tap in np.ndindex(per_tap.shape[:-3]) if per_tap[tap].any())
     return MaskPlan(params, None, None, taps, 0)
 
 

@@ -14,7 +14,7 @@ from oracle import assert_trees_close, loop
 from sites import by_loop, check_repeats, check_rule, site_of
 
 import perex
-from perex import _evaluate
+from perex import _taps
 from perex._rules.gather import GatherRule
 
 RULE = GatherRule()
@@ -149,8 +149,8 @@ def test_weight_zero_drops_what_is_not_finite():
     spoiled = cotangent.copy()
     spoiled[1] = np.nan
     weights = np.array([1, 0, 0.5], np.float32)
-    expected = perex._rules.weighted_sum(RULE, site, (indices,), cotangent, weights)
-    actual = perex._rules.weighted_sum(RULE, site, (indices,), spoiled, weights)
+    expected = RULE.weighted_sum(site, (indices,), cotangent, weights)
+    actual = RULE.weighted_sum(site, (indices,), spoiled, weights)
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -218,6 +218,4 @@ def test_ids_travel_without_loss(ids):
     """Ids beyond 2^24 have no float32 of their own, and still come back."""
     ids = np.array(ids, np.int32)
     struct = jax.ShapeDtypeStruct(ids.shape, ids.dtype)
-    np.testing.assert_array_equal(
-        _evaluate.decode(_evaluate._encode(jnp.asarray(ids)), struct), ids
-    )
+    np.testing.assert_array_equal(_taps.decode(_taps.encode(jnp.asarray(ids)), struct), ids)

@@ -215,7 +215,8 @@ def _starts(site: Site, indices: jax.Array) -> tuple[jax.Array, jax.Array | None
     table, sizes = site.parameter.shape, site.params["slice_sizes"]
     mapped = site.params["dimension_numbers"].start_index_map
     dtype = index_dtype(max(table, default=1)) or jnp.dtype(jnp.int32)
-    limits = jnp.array([table[d] - sizes[d] for d in mapped], dtype)
+    largest = np.iinfo(dtype).max
+    limits = jnp.array([min(table[d] - sizes[d], largest) for d in mapped], dtype)
     indices = clip_index(indices, -1, max(table, default=1), dtype)
     inside = None
     if site.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:

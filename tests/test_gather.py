@@ -14,8 +14,9 @@ from oracle import assert_trees_close, loop
 from sites import by_loop, check_repeats, check_rule, site_of
 
 import perex
-from perex import _evaluate
+from perex import _taps
 from perex._rules.gather import GatherRule
+from perex._rules.scatter_add import ScatterAddRule
 
 RULE = GatherRule()
 ROUNDING = 1e-10
@@ -149,8 +150,8 @@ def test_weight_zero_drops_what_is_not_finite():
     spoiled = cotangent.copy()
     spoiled[1] = np.nan
     weights = np.array([1, 0, 0.5], np.float32)
-    expected = perex._rules.weighted_sum(RULE, site, (indices,), cotangent, weights)
-    actual = perex._rules.weighted_sum(RULE, site, (indices,), spoiled, weights)
+    expected = RULE.weighted_sum(site, (indices,), cotangent, weights)
+    actual = RULE.weighted_sum(site, (indices,), spoiled, weights)
     np.testing.assert_array_equal(actual, expected)
 
 
@@ -218,6 +219,177 @@ def test_ids_travel_without_loss(ids):
     """Ids beyond 2^24 have no float32 of their own, and still come back."""
     ids = np.array(ids, np.int32)
     struct = jax.ShapeDtypeStruct(ids.shape, ids.dtype)
-    np.testing.assert_array_equal(
-        _evaluate.decode(_evaluate._encode(jnp.asarray(ids)), struct), ids
+    np.testing.assert_array_equal(_taps.decode(_taps.encode(jnp.asarray(ids)), struct), ids)
+
+
+# What is never held: an array of the table's size for each example.
+
+
+def four_ids():
+    """Return ids ``[3, 4]``, some repeated, within a table of seven rows and beyond."""
+    ids = np.random.default_rng(0).integers(-9, 9, (3, 4)).astype(np.int32)
+    ids[:, 1] = ids[:, 0]
+    return ids
+
+
+def inside(ids, rows=7):
+    return jnp.clip(ids, 0, rows - 1)
+
+
+def steps(table, ids):
+    return jax.lax.scan(lambda c, i: (c, jnp.sin(table[inside(i)])), 0.0, ids)[1]
+
+
+def windows(table, ids):
+    return jax.vmap(lambda i: lax.dynamic_slice(table, (i, 1), (2, 2)))(ids)
+
+
+# Shape of the table, what is looked up by four ids of one example.
+EXACT = {
+    "tables": ((4, 7, 3), lambda t, i: jax.vmap(lambda t, i: t[i])(t, i)),
+    "bags": (
+        (4, 7, 3),
+        lambda t, i: jax.vmap(lambda t, i: t[i].sum(0))(t, jnp.stack([i, i[::-1], i], 1)),
+    ),
+    "tables of tables": (
+        (2, 2, 7, 3),
+        lambda t, i: jax.vmap(jax.vmap(lambda t, i: t[i]))(t, i.reshape(2, 2)),
+    ),
+    "windows": ((7, 4), windows),
+    "one window": ((7, 4), lambda t, i: lax.dynamic_slice(t, (i[0], i[1]), (3, 2))),
+    "parts": ((7, 4), lambda t, i: jax.vmap(lambda j: t[j, 1:3])(i)),
+    "along axis": ((4, 7), lambda t, i: jnp.take_along_axis(t, inside(i)[:, None], axis=1)),
+    "fill": ((7, 3), lambda t, i: jnp.take(t, i, axis=0, mode="fill", fill_value=0)),
+    "clip": ((7, 3), lambda t, i: jnp.take(t, i, axis=0, mode="clip")),
+    "wrap": ((7, 3), lambda t, i: jnp.take(t, i, axis=0, mode="wrap")),
+    "none": ((7, 3), lambda t, i: t[i[:0]]),
+    "one row": ((1, 3), lambda t, i: jnp.take(t, i, axis=0, mode="clip")),
+    "one column": ((7, 1), lambda t, i: t[inside(i)]),
+    "scan": ((7, 3), steps),
+    "segments": ((4, 3), lambda t, i: jax.ops.segment_sum(t, i, 5)),
+    "segments of windows": ((4, 2, 3), lambda t, i: jnp.zeros((7, 2, 3)).at[i].add(t)),
+}
+
+
+def exact_case(name):
+    shape, look_up = EXACT[name]
+    rng = np.random.default_rng(1)
+    args = rng.standard_normal(shape), four_ids()
+
+    def fun(table, ids):
+        rows = look_up(table, ids)
+        # NaN where a subscript fills what is out of bounds has no gradient to compare.
+        rows = jnp.where(jnp.isnan(rows), 0, rows)
+        return jnp.sum(jnp.sin(rows + jnp.arange(rows.size).reshape(rows.shape)))
+
+    return fun, args
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_gradients_norms_and_clipped_sums(name, x64):
+    fun, args = exact_case(name)
+    _, _, expected = loop(jax.jit(fun))(*args)
+    norms = np.sqrt(np.sum(np.square(expected), axis=tuple(range(1, expected.ndim))))
+    clip = 0.6 * norms.max() + 0.1
+    weights = np.minimum(1, clip / np.maximum(norms, 1e-30))
+
+    @jax.jit
+    def everything(*args):
+        clipped = perex.clipped_grad(fun, clip)(*args)
+        return perex.grad(fun)(*args), perex.grad_norms(fun)(*args), clipped
+
+    gradients, actual_norms, clipped = everything(*args)
+    assert "fallback" not in perex.explain(fun)(*args)
+    assert_trees_close(gradients, expected, rtol=1e-9, atol=1e-11)
+    assert_trees_close(actual_norms, norms, rtol=1e-9, atol=1e-11)
+    clipped = clipped[0] if isinstance(clipped, tuple) else clipped
+    assert_trees_close(clipped, np.tensordot(weights, expected, 1), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int64"])
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_types_of_ids_that_are_narrower_than_the_table(dtype, mode, x64):
+    """256 is no uint8, and the largest uint32 no int32."""
+    kind = LookUp((256, 2), (4, 1), (1,), (0,), (0,), (1, 2), mode=mode)
+    info = np.iinfo(dtype)
+    ids = np.array([[0, info.max, info.max, 3], [7, info.min, 0, 7]]).astype(dtype)[..., None]
+    cotangent = np.random.default_rng(0).standard_normal((2, 4, 2))
+    site = site_of(kind, 0, np.zeros(kind.table), ids[0])
+    expected = by_loop(kind, 0, np.zeros(kind.table), (ids,), cotangent)
+    check_rule(RULE, site, (ids,), cotangent, expected, ROUNDING)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint32"])
+def test_slices_at_places_of_other_types(dtype, x64):
+    fun = lambda t, i: jnp.sum(jnp.sin(lax.dynamic_slice(t, (i, i), (4, 2))))  # noqa: E731
+    args = np.random.default_rng(0).standard_normal((300, 4)), np.array([0, 3, 255], dtype)
+    _, _, expected = loop(fun)(*args)
+    norms = np.sqrt(np.sum(np.square(expected), axis=(1, 2)))
+    assert_trees_close(jax.jit(perex.grad_norms(fun))(*args), norms, rtol=1e-9, atol=1e-11)
+
+
+def test_certificate_of_look_ups(x64):
+    """A look-up adds its row of the cotangent, unless it is dropped; those of one table meet."""
+    kind, _, _, cotangent = draw(KINDS["rows"], (1,), "fill")
+    ids = np.array([[[0], [0], [6], [9]]], np.int32)
+    site = site_of(kind, 0, np.zeros(kind.table), ids[0])
+    lengths = np.linalg.norm(cotangent[0, :3], axis=1)
+    np.testing.assert_allclose(RULE.magnitudes(site, (ids,), cotangent), [lengths.sum()])
+    assert RULE.longest_sum(site) == 4
+    for name, longest in ("batches", 4), ("no indices", 1), ("one row", 1):
+        kind = KINDS[name]
+        site = site_of(kind, 0, np.zeros(kind.table), np.zeros(kind.indices, np.int32))
+        assert RULE.longest_sum(site) == longest
+
+
+def test_promised_look_ups_are_normed_where_they_are_summed():
+    kind = dataclasses.replace(KINDS["rows"], mode="promise_in_bounds")
+    ids, cotangent = np.array([[[6], [9], [-1], [0]]], np.int32), np.ones((1, 4, 3), np.float32)
+    cotangent[0, 0] = -1
+    site = site_of(kind, 0, np.zeros(kind.table, np.float32), ids[0])
+    gradients = RULE.per_example(site, (ids,), cotangent)
+    total = RULE.weighted_sum(site, (ids,), cotangent, np.ones(1, np.float32))
+    np.testing.assert_array_equal(gradients[0], total)
+    np.testing.assert_allclose(RULE.square_norm(site, (ids,), cotangent), jnp.sum(total**2))
+
+
+@pytest.mark.parametrize("bag", [(), (3,)], ids=["ids", "bags"])
+def test_memory_of_many_tables(bag):
+    """Clipping holds no table for each example, where tables are vmapped over."""
+    tables, batch = jnp.zeros((8, 20000, 16)), 128
+
+    def fun(params, ids):
+        rows = jax.vmap(lambda t, i: t[i])(params["tables"], ids)
+        rows = rows.sum(1) if bag else rows
+        return jnp.sum(jnp.square(rows.reshape(-1) @ params["dense"] - 1))
+
+    def mean(params, ids):
+        return jnp.mean(jax.vmap(fun, (None, 0))(params, ids))
+
+    args = {"tables": tables, "dense": jnp.zeros((128, 1))}, jnp.zeros((batch, 8, *bag), jnp.int32)
+    assert (
+        held(perex.clipped_grad(fun, 1.0), args) <= held(jax.grad(mean), args) + 2 * tables.nbytes
     )
+
+
+def test_memory_of_segments():
+    table, ids = jnp.zeros((1 << 17, 8)), jnp.zeros((32, 1 << 17), jnp.int32)
+
+    def fun(table, ids):
+        return jnp.sum(jnp.sin(jax.ops.segment_sum(table, ids, 5)))
+
+    assert held(perex.clipped_grad(fun, 1.0), (table, ids)) <= 16 * table.nbytes
+
+
+def held(fun, args):
+    return jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_what_scatter_add_does_not_cover():
+    rule = ScatterAddRule()
+    args = np.zeros((5, 3)), np.zeros((4, 1), np.int32), np.zeros((4, 3))
+    numbers = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+    site = site_of(lambda o, i, u: lax.scatter_add(o, i, u, numbers), 2, *args)
+    assert rule.covers(site) is None
+    assert "added to" in rule.covers(dataclasses.replace(site, argument=0))
+    assert "places" in rule.covers(dataclasses.replace(site, argument=1))

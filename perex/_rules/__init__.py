@@ -18,6 +18,7 @@ from perex._rules.registry import (
     site_norms,
     site_sum,
 )
+from perex._rules.scatter_add import ScatterAddRule
 
 __all__ = [
     "Rule",
@@ -40,3 +41,4 @@ register_rule(primitives.mul_p, ProductRule())
 register_rule(primitives.div_p, ProductRule())
 register_rule(primitives.dynamic_slice_p, DynamicSliceRule(GatherRule()))
 register_rule(primitives.gather_p, GatherRule())
+register_rule(primitives.scatter_add_p, ScatterAddRule())

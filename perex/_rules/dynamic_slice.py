@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from perex._compat import primitives
-from perex._rules.gather import GatherRule
+from perex._rules.gather import GatherRule, clip_index, index_dtype
 from perex._rules.registry import Site
 
 
@@ -41,6 +41,17 @@ class DynamicSliceRule:
     ) -> jax.Array:
         """Returns the squared norms ``[B]``."""
         return self._gather.square_norm(*as_gather(site, inputs, cotangent))
+
+    def magnitudes(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    ) -> jax.Array:
+        """Returns the norm ``[B]`` of what is sliced, of several slices the sum of the norms."""
+        return self._gather.magnitudes(*as_gather(site, inputs, cotangent))
+
+    def longest_sum(self, site: Site) -> int:
+        """Returns how many slices can meet in one entry of the table, at least 1."""
+        # A slice becomes a gather where repeats are merged, and only there are there several.
+        return self._gather.longest_sum(site) if site.primitive is primitives.gather_p else 1
 
     def weighted_sum(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array, weights: jax.Array
@@ -77,10 +88,11 @@ def as_gather(
         return site, inputs, cotangent
     table, sizes = site.parameter, tuple(site.params["slice_sizes"])
     mapped = tuple(d for d, size in enumerate(sizes) if size < table.shape[d])
-    # The starts may differ in their integer type; int32 holds any index of an array.
-    starts = [jnp.clip(inputs[d], 0, table.shape[d] - sizes[d]).astype(jnp.int32) for d in mapped]
-    front = inputs[0].shape
-    indices = jnp.stack(starts, -1) if mapped else jnp.zeros((*front, 0), jnp.int32)
+    # The starts may differ in their integer type.
+    dtype = index_dtype(max(table.shape, default=1)) or jnp.dtype(jnp.int32)
+    starts = [clip_index(inputs[d], 0, table.shape[d] - sizes[d], dtype) for d in mapped]
+    front = cotangent.shape[: cotangent.ndim - len(sizes)]
+    indices = jnp.stack(starts, -1) if mapped else jnp.zeros((*front, 0), dtype)
     # A gather of whole rows, as its rule knows them, has no axis for the place of the row.
     collapsed = mapped if all(sizes[d] == 1 for d in mapped) else ()
     kept = tuple(size for d, size in enumerate(sizes) if d not in collapsed)
@@ -100,7 +112,7 @@ def as_gather(
         site,
         primitive=primitives.gather_p,
         params=params,
-        operands=(table, jax.ShapeDtypeStruct((len(mapped),), jnp.int32)),
+        operands=(table, jax.ShapeDtypeStruct((len(mapped),), dtype)),
         out=jax.ShapeDtypeStruct(kept, site.out.dtype),
     )
     return gather, (indices,), cotangent.reshape(*front, *kept)

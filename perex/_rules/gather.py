@@ -3,6 +3,12 @@
 The gradient of a look-up is a scatter-add of the cotangent rows into a table of zeros; rows looked
 up several times accumulate. Norms need no table: rows with equal ids are added up first, so they
 cost in the number of look-ups, never in the size of the vocabulary.
+
+Any gather is one of rows. Axes of the table along which a look-up takes less than all, or which
+it shares with its indices, make up the row's id, row by row where a look-up spans several; the
+other axes are the row. So a look-up in one of several tables is one of rows of all of them.
+
+Letters: B examples; N look-ups of one example; T rows looked up; D entries of a row.
 """
 
 from __future__ import annotations
@@ -13,9 +19,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from perex._compat import manual_axes, vary_over
+from perex._rules.chunks import cache_chunk, map_chunks
 from perex._rules.registry import Site
+from perex._rules.scales import sum_squares
 
 # Two CPU cores, float32: what reading or writing one number in memory takes.
 _SECONDS_PER_ENTRY = 5e-10
@@ -48,11 +57,40 @@ class GatherRule:
           cotangent: ``[B, *site.out.shape]``.
         """
         dtype = jnp.promote_types(cotangent.dtype, jnp.float32)
-        rows = _rows(site, inputs[0], cotangent.astype(dtype))
+        cotangent = cotangent.astype(dtype)
+        rows = _rows(site, inputs[0], cotangent)
         if rows is None:
-            gradients = self.per_example(site, inputs, cotangent).astype(dtype)
-            return jnp.sum(jnp.square(jnp.abs(gradients)), axis=tuple(range(1, gradients.ndim)))
+
+            def some(indices: jax.Array, cotangent: jax.Array) -> jax.Array:
+                return sum_squares(self.per_example(site, (indices,), cotangent))
+
+            held = dtype.itemsize * math.prod(site.parameter.shape)
+            chunk = cache_chunk(cotangent.shape[0], held)
+            return map_chunks(some, (inputs[0], cotangent), chunk)
+        if self.longest_sum(site) == 1:
+            # No row is looked up twice.
+            return sum_squares(rows[1])
         return jax.vmap(_square_norm_of_rows)(*rows)
+
+    def magnitudes(
+        self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
+    ) -> jax.Array:
+        """Returns the sum ``[B]`` over look-ups of the norms of what each adds to the gradient."""
+        windows = _windows(site, cotangent)
+        windows = windows.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+        axes = tuple(range(2, windows.ndim))
+        lengths = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(windows)), axis=axes))
+        _, inside = _starts(site, inputs[0])
+        if inside is not None:
+            lengths = jnp.where(inside.reshape(lengths.shape), lengths, 0)
+        return jnp.sum(lengths, axis=1)
+
+    def longest_sum(self, site: Site) -> int:
+        """Returns how many look-ups can meet in one entry of the table, at least 1."""
+        numbers = site.params["dimension_numbers"]
+        shape = site.operands[1].shape
+        shared = numbers.start_indices_batching_dims
+        return max(1, math.prod(n for d, n in enumerate(shape[:-1]) if d not in shared))
 
     def outer_form(
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array
@@ -61,11 +99,20 @@ class GatherRule:
 
         None where the gather does not look up whole rows.
         """
+        numbers = site.params["dimension_numbers"]
+        table, sizes = site.parameter.shape, site.params["slice_sizes"]
+        mapped = tuple(sorted(numbers.start_index_map))
+        whole = all(sizes[d] == (1 if d in mapped else table[d]) for d in range(len(table)))
+        if (
+            numbers.operand_batching_dims
+            or not whole
+            or mapped != tuple(sorted(numbers.collapsed_slice_dims))
+        ):
+            return None
         rows = _rows(site, inputs[0], cotangent)
-        mapped = tuple(site.params["dimension_numbers"].start_index_map)
         if rows is None:
             return None
-        rest = tuple(d for d in range(len(site.parameter.shape)) if d not in mapped)
+        rest = tuple(d for d in range(len(table)) if d not in mapped)
         return (rows[0], mapped), (rows[1], rest)
 
     def estimate(self, site: Site, batch_size: int) -> dict[str, float]:
@@ -107,10 +154,17 @@ class GatherRule:
             start_indices_batching_dims=tuple(d + 1 for d in numbers.start_indices_batching_dims),
         )
         table = site.operands[0]
+        # What was said of the order of one use's ids does not hold for those of several.
+        params = {
+            **site.params,
+            "dimension_numbers": merged,
+            "indices_are_sorted": False,
+            "unique_indices": False,
+        }
         return (
             dataclasses.replace(
                 site,
-                params={**site.params, "dimension_numbers": merged},
+                params=params,
                 operands=(table, jax.ShapeDtypeStruct(indices.shape[1:], indices.dtype)),
                 out=jax.ShapeDtypeStruct(cotangent.shape[1:], cotangent.dtype),
             ),
@@ -119,7 +173,27 @@ class GatherRule:
         )
 
 
+def index_dtype(size: int) -> Any | None:
+    """Returns the integer type for indices from -1 to ``size``, or None if there is none."""
+    if size <= np.iinfo(np.int32).max:
+        return jnp.dtype(jnp.int32)
+    wide = jax.dtypes.canonicalize_dtype(np.int64)
+    return wide if size <= np.iinfo(wide).max else None
+
+
+def clip_index(index: jax.Array, low: int, high: int, dtype: Any) -> jax.Array:
+    """Returns an integer array within bounds that its own type may be too narrow for."""
+    info = jnp.iinfo(index.dtype)
+    low, high = (min(max(bound, info.min), info.max) for bound in (low, high))
+    bounds = (jnp.asarray(bound, index.dtype) for bound in (low, high))
+    return jnp.clip(index, *bounds).astype(dtype)
+
+
 def _transpose(site: Site, indices: jax.Array, cotangent: jax.Array) -> jax.Array:
+    # Look-ups that are promised to be inside are summed where they are looked up, and where their
+    # norms are taken, even if they are outside.
+    if site.params["mode"] == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS:
+        indices, _ = _starts(site, indices)
     # Inside shard_map the table must vary over the same mesh axes as the look-ups.
     table = jnp.zeros(site.parameter.shape, cotangent.dtype)
     table = vary_over(table, manual_axes(jax.typeof(cotangent)))
@@ -127,41 +201,91 @@ def _transpose(site: Site, indices: jax.Array, cotangent: jax.Array) -> jax.Arra
     return gradient
 
 
-def _rows(site: Site, indices: jax.Array, cotangent: jax.Array) -> Any | None:
-    """Brings look-ups of whole rows into the form ids ``[B, T]``, rows ``[B, T, D]``.
+def _starts(site: Site, indices: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """Where look-ups start in the table, so that they fit into it.
 
-    Returns None where the gather is of another kind. Look-ups out of bounds are treated as the
-    gather's mode says: clamped, or dropped (rows of zeros).
+    Args:
+      site: the look-up.
+      indices: ``[..., K]``.
+
+    Returns:
+      (starts, inside): ``[..., K]``, of an integer type that holds any index of the table, and
+      ``[...]``, which look-ups are not dropped, or None if none is.
+    """
+    table, sizes = site.parameter.shape, site.params["slice_sizes"]
+    mapped = site.params["dimension_numbers"].start_index_map
+    dtype = index_dtype(max(table, default=1)) or jnp.dtype(jnp.int32)
+    largest = np.iinfo(dtype).max
+    limits = jnp.array([min(table[d] - sizes[d], largest) for d in mapped], dtype)
+    indices = clip_index(indices, -1, max(table, default=1), dtype)
+    inside = None
+    if site.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
+        inside = jnp.all((indices >= 0) & (indices <= limits), axis=-1)
+    return jnp.clip(indices, 0, limits), inside
+
+
+def _windows(site: Site, cotangent: jax.Array) -> jax.Array:
+    """Returns the cotangent as ``[B, N, *offset axes]``."""
+    offsets = [d + 1 for d in site.params["dimension_numbers"].offset_dims]
+    others = [d for d in range(1, cotangent.ndim) if d not in offsets]
+    count = math.prod(cotangent.shape[d] for d in others)
+    windows = jnp.transpose(cotangent, (0, *others, *offsets))
+    return windows.reshape(cotangent.shape[0], count, *(cotangent.shape[d] for d in offsets))
+
+
+def _rows(
+    site: Site, indices: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """Brings look-ups into the form ids ``[B, T]``, rows ``[B, T, D]``.
+
+    Look-ups out of bounds are treated as the gather's mode says: moved so that they fit, or dropped
+    (rows of zeros). Returns None if no integer type holds the ids.
     """
     numbers = site.params["dimension_numbers"]
-    table = site.parameter.shape
-    mapped = numbers.start_index_map
-    sizes = site.params["slice_sizes"]
-    whole = all(sizes[d] == (1 if d in mapped else table[d]) for d in range(len(table)))
-    collapsed = tuple(sorted(mapped)) == tuple(numbers.collapsed_slice_dims)
-    if numbers.operand_batching_dims or not whole or not collapsed or 0 in table:
+    table, sizes = site.parameter.shape, site.params["slice_sizes"]
+    mapped, batched = numbers.start_index_map, numbers.operand_batching_dims
+    axes = [
+        d
+        for d in range(len(table))
+        if sizes[d] < table[d] or d in batched or (d in mapped and sizes[d] == 1)
+    ]
+    dtype = index_dtype(math.prod(table[d] for d in axes))
+    if dtype is None:
         return None
-    batch, count = indices.shape[0], math.prod(indices.shape[1:-1])
-    offsets = [d + 1 for d in numbers.offset_dims]
-    others = [d for d in range(1, cotangent.ndim) if d not in offsets]
-    rows = jnp.transpose(cotangent, (0, *others, *offsets))
-    rows = rows.reshape(batch, count, math.prod(site.out.shape[d] for d in numbers.offset_dims))
-    limits = jnp.array([table[d] for d in mapped], indices.dtype)
-    indices = indices.reshape(batch, count, len(mapped))
-    inside = jnp.all((indices >= 0) & (indices < limits), axis=-1)
-    if site.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
-        rows = jnp.where(inside[..., None], rows, 0)
-    indices = jnp.clip(indices, 0, limits - 1)
-    ids = jnp.zeros((batch, count), indices.dtype)
-    for axis, d in enumerate(mapped):
-        ids = ids * table[d] + indices[..., axis]
-    return ids, rows
+    batch = indices.shape[0]
+    depth = math.prod(sizes[d] for d in range(len(table)) if d not in axes)
+    if 0 in table or 0 in sizes:
+        return jnp.zeros((batch, 0), dtype), jnp.zeros((batch, 0, depth), cotangent.dtype)
+    shape = indices.shape[1:-1]
+    count = math.prod(shape)
+    starts, inside = _starts(site, indices)
+    starts = starts.reshape(batch, count, len(mapped)).astype(dtype)
+    # Of collapsed and of shared axes a look-up takes one entry.
+    windows = _windows(site, cotangent).reshape(batch, count, *sizes)
+    rest = [d for d in range(len(table)) if d not in axes]
+    windows = jnp.transpose(windows, (0, 1, *(2 + d for d in (*axes, *rest))))
+    if inside is not None:
+        inside = jax.lax.expand_dims(inside.reshape(batch, count), range(2, windows.ndim))
+        windows = jnp.where(inside, windows, 0)
+    ids = jnp.zeros((batch, count), dtype)
+    # Where the entries of one look-up lie from its start.
+    places = np.zeros((1,), dtype)
+    for d in axes:
+        ids = ids * table[d]
+        if d in mapped:
+            ids = ids + starts[..., mapped.index(d)]
+        elif d in batched:
+            axis = numbers.start_indices_batching_dims[batched.index(d)]
+            ids = ids + jax.lax.broadcasted_iota(dtype, shape, axis).reshape(count)
+        places = (places[:, None] * table[d] + np.arange(sizes[d], dtype=dtype)).reshape(-1)
+    ids = (ids[..., None] + places).reshape(batch, count * len(places))
+    return ids, windows.reshape(batch, count * len(places), depth)
 
 
 def _square_norm_of_rows(ids: jax.Array, rows: jax.Array) -> jax.Array:
     """Returns the squared norm of the sum of rows by id: ids ``[T]``, rows ``[T, D]``."""
     if ids.shape[0] == 0:
-        return jnp.zeros((), rows.dtype)
+        return jnp.zeros((), jnp.finfo(rows.dtype).dtype)
     order = jnp.argsort(ids)
     ordered = ids[order]
     starts = jnp.concatenate(

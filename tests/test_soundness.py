@@ -1,0 +1,47 @@
+"""No example adds more than the clip norm, whatever cancels inside of its gradient."""
+
+import pytest
+import soundness
+from soundness import FAMILIES
+
+PAIRS = [name for name in FAMILIES if name.startswith("pair of")]
+# Options that go other ways to norms and sums, on losses that take each way.
+OTHERS = [
+    ("pair of calls, large", "save_memory"),
+    ("conv 4x4, large", "save_memory"),
+    ("stacked layers, large", "save_memory"),
+    ("pair of scan, large", "dp_clip"),
+    ("tied embedding, large", "dp_clip"),
+    ("conv 4x4", "microbatch"),
+    ("pair of axis, large", "leaf"),
+    ("two positions, large", "automatic"),
+]
+
+
+def check(name, option, *draws):
+    family = FAMILIES[name]
+    for draw in draws:
+        arguments = family.arguments(0, *draw)
+        exact = soundness.oracle(family, arguments)
+        assert soundness.contribution(family, arguments, option, exact) <= family.bound, draw
+        assert soundness.norm_error(family, arguments, option, exact) <= 1, draw
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_that_nearly_cancel(name):
+    check(name, "default", (1e-2,), (1e-3,), (1e-4,), (1e-5,))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in PAIRS])
+def test_families(name):
+    check(name, "default", (1e-4,))
+
+
+@pytest.mark.parametrize(("name", "option"), OTHERS)
+def test_options(name, option):
+    check(name, option, (1e-4,))
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+def test_scales(scale):
+    check("pair of axis, large", "default", (1e-4, scale))

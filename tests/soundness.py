@@ -97,9 +97,11 @@ def _functions(family: Family, option: str) -> tuple[Callable[..., Any], ...]:
         if options.get("dp_clip"):
             gradients = perex.grad(fun, 1, in_axes=in_axes, factored=True)(weight, params, *batched)
             tx = perex.dp_clip(1.0, 0.0, jax.random.key(0), expected_batch_size=1)
-            return tx.update(gradients, tx.init(params), params, is_padding=is_padding)[0]
+            total = tx.update(gradients, tx.init(params), params, is_padding=is_padding)[0]
+            return total, None
         step = perex.clipped_grad(fun, 1.0, 1, in_axes=in_axes, **options)
-        return step(weight, params, *batched, is_padding=is_padding)[0]
+        total, stats = step(weight, params, *batched, is_padding=is_padding)
+        return total, stats.norms
 
     def norms(weight: Any, params: Any, *batched: Any) -> Any:
         saved = {"save_memory": True} if option == "save_memory" else {}
@@ -152,7 +154,7 @@ def contribution(
     clipped = _functions(family, option)[0]
     worst = 0.0
     for b in range(BATCH):
-        total = clipped(np.arange(BATCH) != b, weight, *arguments)
+        total, _ = clipped(np.arange(BATCH) != b, weight, *arguments)
         norms = [np.linalg.norm(_flat(leaf)) for leaf in jax.tree.leaves(total)]
         # A sum that is not finite is the worst of all.
         size = max(norms) if option == "leaf" else float(np.linalg.norm(norms))
@@ -165,15 +167,27 @@ def norm_error(
     arguments: Arguments,
     option: str = "default",
     exact: list[np.ndarray] | None = None,
+    of_stats: bool = False,
 ) -> float:
     """The error of `perex.grad_norms`, as a part of what is allowed; above one is too much.
 
     Allowed is a thousandth, or four times the error of `jax.grad` itself where that is more.
+
+    Args:
+      family: the loss.
+      arguments: of the loss.
+      option: a name in `OPTIONS`.
+      exact: the result of `oracle`, if known.
+      of_stats: whether to look at the norms that `perex.clipped_grad` tells instead.
     """
     exact = oracle(family, arguments) if exact is None else exact
     weight = weight_of([np.linalg.norm(g) for g in exact])
-    _, norms, gradient = _functions(family, option)
-    found = np.asarray(norms(weight, *arguments), np.float64)
+    clipped, norms, gradient = _functions(family, option)
+    if of_stats:
+        found = clipped(np.zeros(BATCH, bool), weight, *arguments)[1]
+    else:
+        found = norms(weight, *arguments)
+    found = np.asarray(found, np.float64)
     worst = 0.0
     for b, truth in enumerate(exact):
         truth = truth * float(weight)
@@ -183,7 +197,7 @@ def norm_error(
             continue
         allowed = max(1e-3 * size, 4 * off, 1e-30)
         error = abs(found[b] - size) / allowed
-        worst = max(worst, error if math.isfinite(error) else math.inf)
+        worst = max(worst, float(error) if math.isfinite(error) else math.inf)
     return worst
 
 

@@ -236,6 +236,8 @@ def _squared(params: Any, x: Any) -> Any:
 
 
 def _bfloat16_compute(params: Any, x: Any) -> Any:
+    if x.dtype == jnp.float64:  # The oracle rounds nothing.
+        return _calls(params, x)
     return _calls(jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), x.astype(jnp.bfloat16))
 
 
@@ -476,7 +478,7 @@ def _draw_normalised(width: int) -> Callable[..., Any]:
 
 def _sliced(params: Any, start: Any, c: Any) -> Any:
     width = params["w"].shape[1]
-    rows = [lax.dynamic_slice(params["w"], (s, 0), (2, width)) for s in start]
+    rows = [lax.dynamic_slice(params["w"], (s, jnp.zeros_like(s)), (2, width)) for s in start]
     return sum(jnp.sum(row * weights) for row, weights in zip(rows, c, strict=True))
 
 
@@ -519,7 +521,7 @@ def _families() -> dict[str, Family]:
     add("conv strided, large", _conv(2, 1), _draw_conv(4, (32, 64), 2))
     add("conv grouped, large", _conv(1, 2), _draw_conv(4, (64, 64), 1, 2))
     add("conv depthwise", _conv(1, 8), _draw_conv(8, (8, 8), 1, 8))
-    add("conv depthwise, large", _conv(1, 2048), _draw_conv(4, (2048, 2048), 1, 2048))
+    add("conv depthwise, large", _conv(1, 512), _draw_conv(4, (512, 512), 1, 512, 5))
     add("masked conv", _masked_conv, _draw_conv(4, (4, 8)))
     add("masked conv, large", _masked_conv, _draw_conv(4, (32, 64)))
     add("masked dense, large", _masked_dense, _draw_dense(2, large))

@@ -19,7 +19,7 @@ OTHERS = [
     ("stacked layers, large", "save_memory"),
     ("pair of scan, large", "dp_clip"),
     ("tied embedding, large", "dp_clip"),
-    ("conv 4x4", "microbatch"),
+    ("background, large", "microbatch"),
     ("pair of axis, large", "leaf"),
     ("two positions, large", "automatic"),
 ]
@@ -38,7 +38,7 @@ def check(name, option, *draws, of_stats=True):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_that_nearly_cancel(name):
-    check(name, "default", (1e-2,), (1e-3,), (1e-4,), (1e-5,), of_stats=False)
+    check(name, "default", (1e-2,), (1e-3,), (1e-4,), (1e-5,))
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -51,10 +51,13 @@ def test_options(name, option):
     check(name, option, (1e-4,))
 
 
+def test_norms_without_sums():
+    check("pair of scan, large", "default", (1e-2,), (1e-4,), of_stats=False)
+
+
 def test_small_gradients():
     check("pair of calls", "default", (1e-4,))
 
 
-@pytest.mark.parametrize("scale", [1e-20, 1e20])
-def test_scales(scale):
-    check("pair of axis, large", "default", (1e-4, scale))
+def test_scales():
+    check("pair of axis, large", "default", (1e-4, 1e-20), (1e-4, 1e20))

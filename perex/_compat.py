@@ -21,6 +21,7 @@ from jax.extend.core import primitives
 
 __all__ = [
     "Literal",
+    "as_operands",
     "call_jaxpr",
     "equation_scope",
     "inner_jaxprs",
@@ -64,6 +65,18 @@ def scan_operand_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+def as_operands(primitive: Any, operands: Sequence[Any]) -> list[Any]:
+    """Returns operands as a primitive wants them when it is bound again.
+
+    A jaxpr holds constants as arrays of NumPy. Only functions with custom derivatives hand them on
+    to Python code of the user, which may index them with tracers: it wants JAX's arrays.
+    """
+    if primitive not in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
+        return list(operands)
+    with jax.ensure_compile_time_eval():
+        return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in operands]
 
 
 @contextlib.contextmanager

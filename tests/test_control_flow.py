@@ -8,6 +8,7 @@ import modes
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.ode import odeint
 
 import perex
 
@@ -350,3 +351,41 @@ def intermediates(jaxpr):
             for body in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(body, "eqns") or hasattr(body, "jaxpr"):
                     yield from intermediates(body)
+
+
+def ode_with_times_in_the_loss(w, x):
+    def field(y, t, w):
+        return jnp.tanh(w @ y) * jnp.cos(t)
+
+    return jnp.sum(odeint(field, x, jnp.array([0.0, 0.5, 1.0]), w)[-1] ** 2)
+
+
+@jax.custom_vjp
+def weighed_by_step(w, table, factor):
+    return jnp.sum(w * table) * factor
+
+
+def _weighed_backward(residuals, g):
+    table, factor = residuals
+    # Indexed by a tracer, which an array of NumPy does not take.
+    return g * factor * jax.vmap(lambda i: table[i])(jnp.arange(len(table))), None, None
+
+
+weighed_by_step.defvjp(lambda w, t, f: (weighed_by_step(w, t, f), (t, f)), _weighed_backward)
+
+
+def constants_in_a_loop(w, x):
+    def step(carry, _):
+        y = weighed_by_step(w[0] * x, np.arange(3.0), 2.0)
+        return carry + jnp.sin(y) + weighed_by_step(w[1], jnp.array([1.0, 0.0, 2.0]), 0.5), None
+
+    return lax.scan(step, jnp.sum(w @ x), None, length=2)[0]
+
+
+@pytest.mark.parametrize("loss", [ode_with_times_in_the_loss, constants_in_a_loop])
+def test_functions_with_custom_derivatives_get_constants_as_jax_arrays(loss):
+    w, x = normal(3, 3), normal(BATCH, 3)
+    modes.check(loss, w, x)
+    expected, _ = perex.clipped_grad(loss, 1.0)(w, x)
+    found, _ = perex.clipped_grad(loss, 1.0, save_memory=True)(w, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)

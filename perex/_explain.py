@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,8 +51,9 @@ def explain(
       returns text with one line for each use of a parameter: the leaf's path and shape, the
       equation and the user's source line, and the rule and algorithm, or the reason for the
       fallback to ``vmap(grad)`` and the leaf's share of the parameters; and the way to a clipped
-      sum with the time estimated for each. Elementwise uses (biases, scales) go to ``vmap(grad)``
-      by design: nothing is faster for them.
+      sum with the time estimated for each, and how many bytes it holds for the whole batch. The
+      last line has their sum beside what an ordinary gradient holds of it. Elementwise uses
+      (biases, scales) go to ``vmap(grad)`` by design: nothing is faster for them.
 
     Raises:
       TypeError: as `perex.grad`.
@@ -92,7 +94,66 @@ def _describe(problem: Problem, plan: Plan) -> str:
     for variable in parameters:
         head = f"  {names[variable]} {list(avals[variable].shape)}: "
         lines.extend(head + use for use in _uses(problem, plan, variable, count))
+    held = sum(sum(_held(problem, plan, variable).values()) for variable in parameters)
+    ordinary = sum(_bytes(avals[variable]) for variable in parameters)
+    ordinary += problem.batch_size * sum(_inputs_bytes(use) for use in plan.sites)
+    lines.append(
+        f"  in all, a clipped sum holds {_size(held)} for the batch; of that an ordinary gradient "
+        f"holds {_size(ordinary)} (the inputs of the sites, and itself)"
+    )
     return "\n".join(lines)
+
+
+def _held(problem: Problem, plan: Plan, variable: int) -> dict[int, int]:
+    """Bytes that the way of a leaf holds for the batch, by use: sites by number, -1 the rest.
+
+    What several leaves share, such as a penalty on all of them, is counted for each.
+    """
+    batch, leaf = problem.batch_size, plan.program.avals[variable]
+    array = batch * _bytes(leaf)
+    if plan.dependence[variable] != PARAM:
+        return {-1: array}
+    held = {-1: array} if any(variable in f.leaves for f in plan.fallbacks) else {}
+    sites = [number for number, use in enumerate(plan.sites) if variable in use.leaves]
+    if _way(problem, plan, variable).way == "keep":
+        return {-1: array} if sites or held else {}
+    for number in sites:
+        use = plan.sites[number]
+        held[number] = batch * (_inputs_bytes(use) + _steps(use) * _bytes(use.site.out))
+    return held
+
+
+def _way(problem: Problem, plan: Plan, variable: int) -> _ways.Choice:
+    """The way of a leaf to a clipped sum."""
+    sites = [use for use in plan.sites if variable in use.leaves]
+    pairs = [(use, is_isometric(plan, use)) for use in sites]
+    dense = any(variable in fallback.leaves for fallback in plan.fallbacks)
+    size = plan.program.avals[variable].size
+    return _ways.choice(pairs, problem.batch_size, size, dense)
+
+
+def _inputs_bytes(use: SiteUse) -> int:
+    """Bytes of a site's inputs for one example, at all steps of the loops around it."""
+    if not getattr(use.rule, "reads_inputs", True):
+        return 0
+    return _steps(use) * sum(map(_bytes, use.site.inputs))
+
+
+def _steps(use: SiteUse) -> int:
+    return math.prod(length for length, _ in use.stack)
+
+
+def _bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _size(count: float) -> str:
+    """A number of bytes in three digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000 or unit == "GiB":
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    raise AssertionError
 
 
 def _counted(count: int, one: str, many: str) -> str:
@@ -105,13 +166,17 @@ def _uses(problem: Problem, plan: Plan, variable: int, count: int) -> list[str]:
     share = f"{size / max(count, 1):.1%} of the parameters"
     if plan.dependence[variable] != PARAM:
         return [f"fallback to vmap(grad), {share}: in_axes gives each example its own"]
-    sites = [use for use in plan.sites if variable in use.leaves]
-    pairs = [(use, is_isometric(plan, use)) for use in sites]
-    way = _ways.choice(pairs, problem.batch_size, size)
-    uses = [f"{_describe_site(plan, use, problem.batch_size)}; clipped sum: {way}" for use in sites]
+    way, held = _way(problem, plan, variable), _held(problem, plan, variable)
+    uses = [
+        f"{_describe_site(plan, use, problem.batch_size)}; clipped sum: {way}, holds "
+        f"{_size(held.get(number, held.get(-1, 0)))}"
+        for number, use in enumerate(plan.sites)
+        if variable in use.leaves
+    ]
     # An equation that reads a leaf through two operands is one use.
     fallbacks = {id(f.equation): f for f in plan.fallbacks if variable in f.leaves}
-    uses.extend(_describe_fallback(fallback, share) for fallback in fallbacks.values())
+    holds = f"; holds {_size(held.get(-1, 0))} for the batch"
+    uses.extend(_describe_fallback(fallback, share) + holds for fallback in fallbacks.values())
     return uses or ["no gradient flows to it: zero"]
 
 

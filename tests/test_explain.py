@@ -24,7 +24,10 @@ def explained(loss):
 
 
 def lines(fun, *args, **options):
-    return str(perex.explain(fun, **options)(*args)).splitlines()
+    """The head and a line for each use, without the sum in the last line."""
+    *found, last = str(perex.explain(fun, **options)(*args)).splitlines()
+    assert last.startswith("  in all, a clipped sum holds ")
+    return found
 
 
 @pytest.mark.parametrize("loss", [pytest.param(v, id=k) for k, v in LOSSES.items()])
@@ -138,3 +141,21 @@ def test_names_of_a_users_functions_mean_nothing():
     text = explained(LOSSES["own_functions_with_known_names"])
     assert "rule dot_general" in text and "rule conv" not in text
     assert re.search(r"at \['b'\].*add at .*losses_uses.py:\d+.*\(conv\): plain by design", text)
+
+
+def test_bytes_held_for_the_batch():
+    """Factors of what is large, arrays of what is small, and nothing of what takes no part."""
+
+    def fun(params, x):
+        penalty = jnp.sum(params["large"] ** 2)
+        return jnp.sum(jnp.tanh(x @ params["large"]) * params["small"]) + penalty
+
+    params = {"large": W.repeat(64, 0).repeat(64, 1), "small": np.ones(256, np.float32)}
+    params["unused"] = np.ones((512, 512), np.float32)
+    text = str(perex.explain(fun)(params, np.ones((100, 256), np.float32)))
+    # 100 examples of 256 inputs and 256 cotangents, or of one cotangent of the penalty.
+    assert re.search(r"\['large'\].*dot_general.*clipped sum: gram .*, holds 200 KiB", text), text
+    assert re.search(r"\['large'\].*: add at.*clipped sum: gram .*, holds 400 B", text), text
+    assert re.search(r"\['small'\].*mul at.*; holds 100 KiB for the batch", text), text
+    assert re.search(r"\['unused'\].*no gradient flows to it: zero$", text, re.M), text
+    assert "a clipped sum holds 300 KiB for the batch; of that an ordinary gradient holds" in text

@@ -140,7 +140,8 @@ def test_the_check_for_forks_sees(line):
 
 @pytest.mark.parametrize("path", PACKAGE, ids=relative)
 def test_files_are_short(path):
-    assert len(path.read_text().splitlines()) <= 350
+    # A file ends where its idea ends; one of this length surely holds two.
+    assert len(path.read_text().splitlines()) <= 500
 
 
 @pytest.mark.parametrize("path", PACKAGE, ids=relative)

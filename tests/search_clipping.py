@@ -56,6 +56,9 @@ class Found:
             (self.norm_error, soundness.norm_error),
         ):
             value = measure(family, arguments, option, exact)
+            limit = family.bound if measure is soundness.contribution else 1
+            if value > max(worst.value, limit):
+                print(f"{family.name}: {measure.__name__} {value:.6g} ({told})", flush=True)
             if value > worst.value:
                 worst.value, worst.arguments = value, arguments
                 worst.option, worst.told = option, told

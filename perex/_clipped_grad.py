@@ -18,6 +18,7 @@ from perex._api import Options, signature_of
 from perex._clipping import Clipping, Groups, GroupWeights, flatten
 from perex._parts import Parts
 from perex._per_example import simplify
+from perex._rules.chunks import known_size
 from perex._transform import Problem, SavedMemory, Sweep, manual_axes, sweep
 
 
@@ -126,7 +127,10 @@ def clipped_grad(
             run = _clipped_sum_in_two_passes if save_memory else _clipped_sum
             return run(options, clipping, args, part, is_padding)
 
-        if microbatch_size is None or microbatch_size >= problem.batch_size:
+        # A batch of symbolic size (`jax.export`) has no known number of steps.
+        batch_size = known_size(problem.batch_size)
+        at_once = microbatch_size is None or batch_size != problem.batch_size
+        if at_once or microbatch_size >= batch_size:
             total, examples = one(problem, is_padding)
         else:
             total, examples = _in_microbatches(one, problem, is_padding, microbatch_size)

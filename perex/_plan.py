@@ -32,7 +32,6 @@ from perex._steps import (
     Region,
     SiteUse,
     Tap,
-    preparation,
 )
 from perex._trace import Equation, Program
 
@@ -219,7 +218,7 @@ class _Planner:
             return "more than one operand is computed from parameters alone"
         (argument,) = parameters
         variable = equation.inputs[argument]
-        _, required = preparation(self.program, variable)
+        _, required = self.program.preparation(variable)
         if not all(self.fixed(v) for v in required):
             return "the parameter is computed from what a loop carries from step to step"
         found = self.knowledge.find(equation)
@@ -255,9 +254,12 @@ class _Planner:
             ):
                 if operand_bits == PARAM and body_bits != PARAM:
                     self._fall_back(equation, variable, "it travels in the carry of a loop")
-            closures = {v: preparation(self.program, v)[1] for v in set(operands)}
+            # What depends on the example enters no preparation, and its own way is long.
+            closures = {
+                v: self.program.preparation(v)[1] for v in operands if not self.bits[v] & DATA
+            }
             free = {
-                inner: not body.carried(position) and all(map(self.fixed, closures[outer]))
+                inner: not body.carried(position) and all(map(self.fixed, closures.get(outer, ())))
                 for position, (inner, outer) in enumerate(
                     zip(body.program.inputs, operands, strict=True)
                 )
@@ -287,7 +289,7 @@ class _Planner:
             position = {v: p for p, v in enumerate(body.program.inputs)}
             for offset, use in enumerate(plan.sites):
                 required = frozenset().union(
-                    *(preparation(self.program, outer[v])[1] for v in use.required)
+                    *(self.program.preparation(outer[v])[1] for v in use.required)
                 )
                 stack = use.stack
                 if form.length is not None:

@@ -9,6 +9,7 @@ is the same for all examples.
 from __future__ import annotations
 
 import dataclasses
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import jax
 
 from perex import _compat
 from perex._rules.registry import same_params
-from perex._steps import PARAM, Plan, Region, SiteUse, preparation
+from perex._steps import PARAM, Plan, Region, SiteUse
 from perex._trace import Equation
 
 _P = _compat.primitives
@@ -62,7 +63,8 @@ def prepare(
 
 
 def _compute(plan: Plan, variables: tuple[int, ...], values: Mapping[int, Any]) -> list[Any]:
-    environment = {**plan.program.constants, **values}
+    # Constants are many in a long program: only those that are read are looked up.
+    environment: ChainMap[int, Any] = ChainMap(dict(values), plan.program.constants)
     for variable in variables:
         for equation in plan.preparation(variable)[0]:
             if equation.outputs[0] not in environment:
@@ -78,7 +80,7 @@ def required_inputs(
     if not chain:
         return plan.preparation(variable)[1]
     return frozenset().union(
-        *(preparation(plan.program, v)[1] for v in _outer_operands(chain, variable))
+        *(plan.preparation(v)[1] for v in _outer_operands(chain, variable))
     )
 
 
@@ -100,7 +102,7 @@ def required_constants(
     for v in variables:
         for equation in plan.preparation(v)[0]:
             read.update(equation.inputs)
-    return tuple(sorted(read.intersection(plan.program.constants)))
+    return tuple(sorted(v for v in read if v in plan.program.constants))
 
 
 def steps(plan: Plan, use: SiteUse) -> list[tuple[Plan, Equation]]:
@@ -253,6 +255,15 @@ class Preparation:
 
     def __hash__(self) -> int:
         return hash((self.use.site, self.use.stack, self.isometric))
+
+    def kind(self) -> int:
+        """Returns a number that is the same for equal preparations, and mostly not for others."""
+        equations = [equation for _, equation in steps(self.plan, self.use)]
+        names = tuple(equation.primitive for equation in equations)
+        try:
+            return hash((self, names, *(frozenset(e.params.items()) for e in equations)))
+        except TypeError:  # Some parameter has no hash.
+            return hash((self, names))
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -145,15 +145,4 @@ class Plan:
 
     def preparation(self, variable: int) -> tuple[tuple[Equation, ...], frozenset[int]]:
         """Returns the equations and the program inputs from which ``variable`` is computed."""
-        return preparation(self.program, variable)
-
-
-def preparation(program: Program, variable: int) -> tuple[tuple[Equation, ...], frozenset[int]]:
-    """Returns the equations and the program inputs from which ``variable`` is computed."""
-    needed = {variable}
-    equations = []
-    for equation in reversed(program.equations):
-        if not needed.isdisjoint(equation.outputs):
-            equations.append(equation)
-            needed.update(equation.inputs)
-    return tuple(reversed(equations)), frozenset(needed.intersection(program.inputs))
+        return self.program.preparation(variable)

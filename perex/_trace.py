@@ -9,6 +9,7 @@ and equations whose results nobody uses are gone. Control flow (``scan``, ``cond
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,6 +62,33 @@ class Program:
     equations: tuple[Equation, ...]
     outputs: tuple[int, ...]
     avals: tuple[Any, ...]
+
+    @functools.cached_property
+    def _makers(self) -> dict[int, int]:
+        return {v: i for i, equation in enumerate(self.equations) for v in equation.outputs}
+
+    @functools.cached_property
+    def _input_set(self) -> frozenset[int]:
+        return frozenset(self.inputs)
+
+    @functools.cached_property
+    def _preparations(self) -> dict[int, tuple[tuple[Equation, ...], frozenset[int]]]:
+        return {}
+
+    def preparation(self, variable: int) -> tuple[tuple[Equation, ...], frozenset[int]]:
+        """Returns the equations and the program inputs from which ``variable`` is computed."""
+        if variable not in self._preparations:
+            needed, pending, found = {variable}, [variable], set()
+            while pending:
+                maker = self._makers.get(pending.pop())
+                if maker is not None and maker not in found:
+                    found.add(maker)
+                    new = set(self.equations[maker].inputs) - needed
+                    needed |= new
+                    pending.extend(new)
+            equations = tuple(self.equations[i] for i in sorted(found))
+            self._preparations[variable] = equations, self._input_set & needed
+        return self._preparations[variable]
 
 
 class _Flattener:

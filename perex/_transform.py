@@ -315,16 +315,19 @@ def _gradients(
             arrays[leaf] = arrays[leaf] + gradient if leaf in arrays else gradient
     gradients: list[PerExample | KnownNorms] = []
     merged: dict[Any, Use] = {}
+    by_leaf: dict[int, list[tuple[SiteUse, Factors]]] = {}
+    for use, factor in factors:
+        for leaf in use.leaves:
+            by_leaf.setdefault(leaf, []).append((use, factor))
     for variable in _parameters(problem, plan):
         if variable in settled:
             gradients.append(settled[variable])
             continue
         uses = []
-        for use, factor in factors:
-            if variable in use.leaves:
-                preparation = Preparation.of(plan, use, variable)
-                needed = tuple(values[v] for v in preparation.inputs)
-                uses.append(Use(factor, needed, preparation))
+        for use, factor in by_leaf.get(variable, ()):
+            preparation = Preparation.of(plan, use, variable)
+            needed = tuple(values[v] for v in preparation.inputs)
+            uses.append(Use(factor, needed, preparation))
         aval = plan.program.avals[variable]
         is_zero = not uses and variable not in arrays
         gradients.append(

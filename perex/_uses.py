@@ -156,13 +156,16 @@ def merge_uses(uses: Sequence[Use], merged: dict[Any, Use] | None = None) -> tup
       The uses, fewer perhaps.
     """
     groups: list[list[Use]] = []
+    kinds: dict[int, list[list[Use]]] = {}
     for use in uses:
-        for group in groups:
+        alike = kinds.setdefault(use.preparation.kind(), [])
+        for group in alike:
             if _repeats(group[0], use):
                 group.append(use)
                 break
         else:
-            groups.append([use])
+            alike.append([use])
+            groups.append(alike[-1])
     return tuple(group[0] if len(group) == 1 else _stacked(group, merged) for group in groups)
 
 

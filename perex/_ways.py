@@ -18,6 +18,7 @@ import jax
 
 from perex._preparation import is_direction, is_isometric
 from perex._rules import knows_norms
+from perex._rules.chunks import known_size
 from perex._steps import Plan, SiteUse
 
 # What costs little to hold is kept: an estimate cannot tell such small times apart.
@@ -49,7 +50,8 @@ def estimate(use: SiteUse, batch_size: int) -> dict[str, float] | None:
     site = use.site
     if len(use.stack) > sum(stacked for _, stacked in use.stack):
         site = _merged_site(use, repeats)
-    return {way: steps * s for way, s in use.rule.estimate(site, batch_size).items()}
+    seconds = use.rule.estimate(site, known_size(batch_size))
+    return {way: steps * s for way, s in seconds.items()}
 
 
 def _merged_site(use: SiteUse, repeats: int) -> Any:
@@ -111,7 +113,7 @@ def _bytes(struct: jax.ShapeDtypeStruct) -> int:
 
 def is_small(batch_size: int, leaf_size: int) -> bool:
     """Whether the gradients of a leaf cost little to hold."""
-    return 4 * batch_size * leaf_size <= _SMALL_BYTES
+    return 4 * known_size(batch_size) * leaf_size <= _SMALL_BYTES
 
 
 class Choice(NamedTuple):
@@ -159,7 +161,7 @@ def choice(
       leaf_size: the number of entries of the leaf.
       dense: whether the leaf has other uses, whose gradients are held as an array.
     """
-    kept_bytes = 4 * batch_size * leaf_size
+    kept_bytes = 4 * known_size(batch_size) * leaf_size
     ways = open_ways(uses, dense)
     if not uses:
         return Choice("keep", "no site", None)
@@ -187,7 +189,7 @@ def _seconds(
     use: SiteUse, isometric: bool, batch_size: int, leaf_size: int
 ) -> Mapping[str, float] | None:
     """Returns estimated seconds of each way through one site for a leaf."""
-    kept_bytes = 4 * batch_size * leaf_size
+    kept_bytes = 4 * known_size(batch_size) * leaf_size
     if is_direction(use, isometric):
         # Passes over an array of the leaf's size, one or one for each example.
         kept = 3 * kept_bytes / _WRITTEN

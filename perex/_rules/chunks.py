@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from perex._compat import manual_axes, vary_over
 
@@ -28,6 +28,13 @@ _Carry = tuple[jax.Array, jax.Array]
 _WHOLE_BYTES = 4 << 20
 _CHUNK_BYTES = 2 << 20
 _FEW, _FEW_BYTES = 2, 24 << 20
+# What estimates take for a batch whose size is not known.
+_UNKNOWN_SIZE = 1 << 10
+
+
+def known_size(size: Any) -> int:
+    """A size as a number, for estimates; a large one where it is a symbol (`jax.export`)."""
+    return _UNKNOWN_SIZE if export.is_symbolic_dim(size) else size
 
 
 def cache_chunk(batch: int, held: int, kept: int = 0) -> int:
@@ -39,8 +46,10 @@ def cache_chunk(batch: int, held: int, kept: int = 0) -> int:
       kept: bytes of its result, which exist for the whole batch in the end.
 
     Returns:
-      A number from 1 to ``max(batch, 1)``.
+      A number from 1 to ``max(batch, 1)``; a batch of symbolic size is taken at once.
     """
+    if export.is_symbolic_dim(batch):
+        return batch
     # Beside a large result temporaries do not count, and a loop would write the result twice.
     if batch * held <= max(_WHOLE_BYTES, batch * kept // 4):
         return max(batch, 1)
@@ -62,6 +71,8 @@ def chunk_size(batch: int, wanted: int) -> int:
     Returns:
       A number from 1 to ``max(batch, 1)``.
     """
+    if export.is_symbolic_dim(batch):  # The steps of a loop must be known.
+        return batch
     wanted = max(1, wanted) * jax.local_device_count()
     if wanted >= batch:
         return max(batch, 1)
@@ -111,7 +122,7 @@ def map_chunks(
     """
     batch = arrays[0].shape[0]
     chunk = chunk_size(batch, wanted)
-    if chunk >= batch:
+    if chunk is batch or chunk >= batch:
         return function(*arrays)
     steps = -(-batch // chunk)
     parts = tuple(_split(array, chunk, steps) for array in arrays)
@@ -144,7 +155,7 @@ def sum_chunks(
     """
     batch = arrays[0].shape[0]
     chunk = chunk_size(batch, wanted)
-    if chunk >= batch:
+    if chunk is batch or chunk >= batch:
         return function(*arrays)
     steps = -(-batch // chunk)
     parts = tuple(_split(array, chunk, steps) for array in arrays)

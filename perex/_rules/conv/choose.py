@@ -50,7 +50,7 @@ import jax
 from jax import lax
 
 from perex._rules.certified import CertifiedNorms
-from perex._rules.chunks import chunk_size
+from perex._rules.chunks import chunk_size, known_size
 from perex._rules.conv import depthwise, grouped, norms, taps, unfold
 from perex._rules.conv.normal_form import Convolution
 from perex._rules.outer_product import CACHE, COPY, FRESH, product_seconds
@@ -244,16 +244,15 @@ def by_platform(cpu: Callable[..., Any], other: Callable[..., Any], *arrays: jax
 
 def per_example(conv: Convolution, choice: Any, x: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Kernel gradients ``[B, *K, G, C, P]`` by the chosen algorithm, see `resolve`."""
-    batch = x.shape[0]
+    batch = known_size(x.shape[0])
     name, algorithm = resolve(conv, choice, batch)
     run = functools.partial(algorithm.per_example, conv)
     other_name = name
     if choice == "auto" and name == "grouped":
         other_name = "unfold"
     other = ALGORITHMS[other_name] if other_name in ALGORITHMS else algorithm
-    if other_name == name and (
-        algorithm.chunk is None or chunk_size(batch, algorithm.chunk(conv, batch)) >= batch
-    ):
+    at_once = batch != x.shape[0] or algorithm.chunk is None
+    if other_name == name and (at_once or chunk_size(batch, algorithm.chunk(conv, batch)) >= batch):
         return run(x, cotangent)
     return by_platform(
         run,
@@ -269,7 +268,7 @@ def weighted_sum(
     """Weighted sum ``[*K, G, C, P]``: chunks of patches on a CPU, else one ordinary convolution."""
     summing = unfold
     if depthwise.covers(conv) is None:
-        batch = x.shape[0]
+        batch = known_size(x.shape[0])
         if depthwise_seconds(conv, batch) < unfold_seconds(conv, batch):
             summing = depthwise
     return by_platform(

@@ -129,11 +129,11 @@ def clipped_grad(
 
         # A batch of symbolic size (`jax.export`) has no known number of steps.
         batch_size = known_size(problem.batch_size)
-        at_once = microbatch_size is None or batch_size != problem.batch_size
-        if at_once or microbatch_size >= batch_size:
+        size = batch_size if microbatch_size is None else microbatch_size
+        if size >= batch_size or batch_size != problem.batch_size:
             total, examples = one(problem, is_padding)
         else:
-            total, examples = _in_microbatches(one, problem, is_padding, microbatch_size)
+            total, examples = _in_microbatches(one, problem, is_padding, size)
         counts = (
             jnp.sum(mask, dtype=jnp.int32) for mask in (examples.is_clipped, ~examples.is_finite)
         )

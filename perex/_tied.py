@@ -244,7 +244,7 @@ def _inner_along(along: _Form, other: _Form) -> jax.Array:
     """The same with a gradient along one direction, ``[B]``."""
     direction, coefficients = along.direction, along.coefficients
     assert direction is not None and coefficients is not None
-    if other.direction is not None:
+    if other.direction is not None and other.coefficients is not None:
         product = jnp.sum(direction * other.direction)
         return coefficients * other.coefficients * product
     (first, u), (second, v) = other.sides.items()

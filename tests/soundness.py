@@ -171,7 +171,8 @@ def norm_error(
 ) -> float:
     """The error of `perex.grad_norms`, as a part of what is allowed; above one is too much.
 
-    Allowed is a thousandth, or four times the error of `jax.grad` itself where that is more.
+    Allowed is a thousandth, or as many times the error of `jax.grad` itself as the family says,
+    where that is more: sums of the same terms in another order.
 
     Args:
       family: the loss.

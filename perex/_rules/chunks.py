@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ def cache_chunk(batch: int, held: int, kept: int = 0) -> int:
       A number from 1 to ``max(batch, 1)``; a batch of symbolic size is taken at once.
     """
     if export.is_symbolic_dim(batch):
-        return batch
+        return cast(int, batch)
     # Beside a large result temporaries do not count, and a loop would write the result twice.
     if batch * held <= max(_WHOLE_BYTES, batch * kept // 4):
         return max(batch, 1)
@@ -72,7 +72,7 @@ def chunk_size(batch: int, wanted: int) -> int:
       A number from 1 to ``max(batch, 1)``.
     """
     if export.is_symbolic_dim(batch):  # The steps of a loop must be known.
-        return batch
+        return cast(int, batch)
     wanted = max(1, wanted) * jax.local_device_count()
     if wanted >= batch:
         return max(batch, 1)

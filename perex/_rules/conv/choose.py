@@ -251,8 +251,9 @@ def per_example(conv: Convolution, choice: Any, x: jax.Array, cotangent: jax.Arr
     if choice == "auto" and name == "grouped":
         other_name = "unfold"
     other = ALGORITHMS[other_name] if other_name in ALGORITHMS else algorithm
-    at_once = batch != x.shape[0] or algorithm.chunk is None
-    if other_name == name and (at_once or chunk_size(batch, algorithm.chunk(conv, batch)) >= batch):
+    chunk = batch if algorithm.chunk is None else algorithm.chunk(conv, batch)
+    at_once = batch != x.shape[0] or chunk_size(batch, chunk) >= batch
+    if other_name == name and at_once:
         return run(x, cotangent)
     return by_platform(
         run,

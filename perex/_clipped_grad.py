@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from perex import _compat
 from perex._api import Options, signature_of
 from perex._clipping import Clipping, Groups, GroupWeights, flatten
+from perex._compat import promote_types
 from perex._parts import Parts
 from perex._per_example import simplify
 from perex._rules.chunks import known_size
@@ -246,7 +247,7 @@ def _clipped_sum_in_two_passes(
     start = (
         jax.tree.map(_zeros_like, structs),
         [
-            _compat.vary_over(jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)), axes)
+            _compat.vary_over(jnp.zeros(x.shape, promote_types(x.dtype, jnp.float32)), axes)
             for x in (parameters[i] for i in order)
         ],
     )

@@ -27,6 +27,7 @@ __all__ = [
     "inner_jaxprs",
     "manual_axes",
     "primitives",
+    "promote_types",
     "scan_operand_counts",
     "source_summary",
     "split_closed_jaxpr",
@@ -77,6 +78,15 @@ def as_operands(primitive: Any, operands: Sequence[Any]) -> list[Any]:
         return list(operands)
     with jax.ensure_compile_time_eval():
         return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in operands]
+
+
+def promote_types(*dtypes: Any) -> Any:
+    """Returns the dtype that holds all of these, also where jax is set to promote none by itself.
+
+    With ``jax_numpy_dtype_promotion="strict"`` even `jax.numpy.promote_types` raises.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.numpy.result_type(*(jax.numpy.dtype(dtype) for dtype in dtypes))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from perex._compat import promote_types
 from perex._rules.scales import ScaledNorms, power_of_two, scaled_squares, sum_squares
 
 __all__ = [
@@ -54,7 +55,7 @@ def is_factored(leaf: Any) -> bool:
 
 def at_least_float32(dtype: Any) -> np.dtype:
     """Return the real dtype to take norms of `dtype` in: its own, or float32 if it is smaller."""
-    return jnp.promote_types(jnp.finfo(dtype).dtype, jnp.float32)
+    return promote_types(jnp.finfo(dtype).dtype, jnp.float32)
 
 
 def square_norms(leaf: Any) -> ScaledNorms:
@@ -83,7 +84,7 @@ def square_norms(leaf: Any) -> ScaledNorms:
 def _array_norms(leaf: jax.Array) -> ScaledNorms:
     dtype = at_least_float32(leaf.dtype)
     size = math.prod(leaf.shape[1:])
-    leaf = leaf.astype(jnp.promote_types(leaf.dtype, dtype))
+    leaf = leaf.astype(promote_types(leaf.dtype, dtype))
     info = jnp.finfo(dtype)
     squares = sum_squares(leaf)
     # Each square below `tiny` may be lost: together at most size * tiny, which is rounding beside a
@@ -153,7 +154,7 @@ def weighted_sum(leaf: Any, weights: jax.Array) -> jax.Array:
 
 @jax.jit
 def _array_sum(leaf: jax.Array, weights: jax.Array) -> jax.Array:
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    dtype = promote_types(leaf.dtype, jnp.float32)
     weights = weights.astype(at_least_float32(leaf.dtype))
 
     def product(leaf):

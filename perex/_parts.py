@@ -19,6 +19,7 @@ import numpy as np
 
 from perex import _norms
 from perex._norms import KnownNorms, ScaledNorms
+from perex._rules.chunks import known_size
 
 # Arrays of at most so many bytes are joined.
 _JOINED_BYTES = 1 << 19
@@ -41,7 +42,7 @@ class Parts:
         """Arranges leaves of a batch, each with its group; no part has leaves of two groups."""
         parts: dict[Any, list[int]] = {}
         for i, (leaf, group) in enumerate(zip(leaves, groups, strict=True)):
-            joins = _is_array(leaf) and leaf.nbytes <= _JOINED_BYTES
+            joins = _is_array(leaf) and _bytes(leaf) <= _JOINED_BYTES
             parts.setdefault((group, str(leaf.dtype)) if joins else i, []).append(i)
         return cls(leaves, list(parts.values()))
 
@@ -83,6 +84,10 @@ class Parts:
         leaves = [self.leaves[i] for i in part]
         flat = [leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:])) for leaf in leaves]
         return jnp.concatenate(flat, axis=1)
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(map(known_size, leaf.shape)) * leaf.dtype.itemsize
 
 
 def _is_array(leaf: Any) -> bool:

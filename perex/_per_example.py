@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from perex import _norms, _ways
+from perex._compat import promote_types
 from perex._norms import KnownNorms, ScaledNorms
 from perex._rules.certified import CertifiedNorms, settle
 from perex._rules.chunks import cache_chunk, map_chunks, sum_chunks
@@ -162,7 +163,7 @@ class PerExample:
         """
         if self._outer_shape():
             return jax.vmap(PerExample.weighted_sum)(self, weights)
-        dtype = jnp.promote_types(self.leaf_dtype, jnp.float32)
+        dtype = promote_types(self.leaf_dtype, jnp.float32)
         weights = jnp.asarray(weights).astype(dtype)
         way = self.way().way
         if way == "zero":
@@ -299,7 +300,7 @@ def _leaf_gradients(uses: Sequence[Use], pulls: Sequence[_Puller]) -> list[jax.A
         return [jax.vmap(pull)(gradient) for pull in pulls]
 
     structs = jax.eval_shape(pulled, *arrays)
-    dtype = jnp.result_type(*structs)
+    dtype = promote_types(*(struct.dtype for struct in structs))
     sizes = [math.prod(struct.shape[1:]) for struct in structs]
 
     def some(*arrays: jax.Array) -> jax.Array:

@@ -79,9 +79,7 @@ def required_inputs(
     """Returns the inputs of a plan from which the operand of a site is prepared."""
     if not chain:
         return plan.preparation(variable)[1]
-    return frozenset().union(
-        *(plan.preparation(v)[1] for v in _outer_operands(chain, variable))
-    )
+    return frozenset().union(*(plan.preparation(v)[1] for v in _outer_operands(chain, variable)))
 
 
 def _outer_operands(chain: tuple[tuple[Region, int], ...], variable: int) -> list[int]:

@@ -22,6 +22,7 @@ import optax
 
 from perex import _norms
 from perex._clipping import Clipping, Groups, clip_norms, flatten, nonnegative, sensitivity
+from perex._compat import promote_types
 from perex._parts import Parts
 
 
@@ -217,7 +218,7 @@ def dp_noise(
                     "gradients use dp_clip."
                 )
         next_key, noise_key = jax.random.split(state.key)
-        sums = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+        sums = [leaf.astype(promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
         dtypes = [leaf.dtype for leaf in leaves]
         means = _noisy_means(sums, dtypes, stddev, noise_key, expected_batch_size)
         return treedef.unflatten(means), DPNoiseState(next_key, _add(state.step, 1))

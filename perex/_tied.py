@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from perex import _compat, _ways
 from perex._preparation import Preparation, steps
 from perex._rules.certified import REDUCTION, CertifiedNorms, sum_slack, unit_roundoff
-from perex._rules.chunks import cache_chunk, map_chunks
+from perex._rules.chunks import cache_chunk, known_size, map_chunks
 from perex._rules.outer_product import accumulate_dtype, product_seconds
 from perex._rules.scales import combine_scales, divide, unit_scale
 from perex._uses import Use
@@ -209,7 +209,8 @@ def _pays(uses: Sequence[Use], forms: Sequence[_Form]) -> bool:
             shapes = [(x.shape[1], x.shape[2] if x.ndim == 3 else 1) for x in outer.sides.values()]
             if len(shapes) == 2:
                 (positions, depth), (_, width) = shapes
-                pairs += product_seconds(outer.scale.shape[0] * positions, depth, width)
+                rows = known_size(outer.scale.shape[0]) * positions
+                pairs += product_seconds(rows, depth, width)
             continue
         for key, factor in left.sides.items():
             other = right.sides[key]
@@ -217,7 +218,7 @@ def _pays(uses: Sequence[Use], forms: Sequence[_Form]) -> bool:
             seconds = product_seconds(
                 factor.shape[1], factor.shape[2] if both_dense else 1, other.shape[1]
             )
-            pairs += factor.shape[0] * seconds
+            pairs += known_size(factor.shape[0]) * seconds
     return pairs <= stream
 
 
@@ -231,7 +232,7 @@ def _inner(left: _Form, right: _Form) -> jax.Array:
     def some(*arrays: jax.Array) -> jax.Array:
         products = None
         for i in range(len(keys)):
-            gram = _gram(arrays[i], arrays[len(keys) + i])
+            gram = _gram(arrays[i], arrays[len(keys) + i]).astype(left.magnitude.dtype)
             products = gram if products is None else products * gram
         assert products is not None
         return jnp.sum(products, axis=(1, 2))
@@ -265,7 +266,7 @@ def _gram(left: jax.Array, right: jax.Array) -> jax.Array:
     Either may be integer without the last axis: unit vectors.
     """
     if left.ndim == right.ndim == 2:
-        return (left[:, :, None] == right[:, None, :]).astype(jnp.float32)
+        return (left[:, :, None] == right[:, None, :].astype(left.dtype)).astype(jnp.float32)
     if left.ndim == 2:
         return jnp.take_along_axis(right, left[:, None, :], axis=2).swapaxes(1, 2)
     if right.ndim == 2:

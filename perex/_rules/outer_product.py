@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from perex._compat import promote_types
 from perex._rules.certified import CertifiedNorms, from_grams, sum_slack
 from perex._rules.chunks import cache_chunk, map_chunks, sum_chunks
 from perex._rules.scales import (
@@ -63,7 +64,7 @@ _RESIDENT_BYTES = 4 << 20
 
 def accumulate_dtype(*dtypes: jax.typing.DTypeLike) -> jnp.dtype:
     """The type to add products of these types up in: their promotion, at least float32."""
-    return jnp.promote_types(jnp.result_type(*dtypes), jnp.float32)
+    return promote_types(*dtypes, jnp.float32)
 
 
 def product_seconds(rows: int, depth: int, columns: int, itemsize: int = 4) -> float:
@@ -129,7 +130,7 @@ def per_example(a: jax.Array, b: jax.Array, *, precision: lax.PrecisionLike = No
     Returns:
       ``[B, G, D, P]`` of `accumulate_dtype`.
     """
-    dtype = jnp.promote_types(a.dtype, b.dtype)
+    dtype = promote_types(a.dtype, b.dtype)
     return lax.dot_general(
         a.astype(dtype),
         b.astype(dtype),
@@ -209,7 +210,8 @@ def gram_norms(
         return zero_norms(batch, dtype)
 
     def some(a: jax.Array, b: jax.Array) -> jax.Array:
-        scale_a, scale_b = unit_scale(a), unit_scale(b)
+        real = jnp.finfo(dtype).dtype
+        scale_a, scale_b = unit_scale(a).astype(real), unit_scale(b).astype(real)
         a, b = divide(a, scale_a, dtype), divide(b, scale_b, dtype)
         if positions == 1:
             # Both [b, G]; with one position the gradient is one outer product, and nothing cancels.

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from perex._compat import promote_types
+
 
 class ScaledNorms(NamedTuple):
     """Norms of B vectors, ``scale * sqrt(squares)``, of which no part overflows or underflows.
@@ -72,7 +74,7 @@ def unit_scale(array: jax.Array) -> jax.Array:
     parts = (array.real, array.imag) if jnp.iscomplexobj(array) else (array,)
     peaks = [jnp.max(jnp.abs(part), axis=1, initial=0) for part in parts]
     peak = peaks[0] if len(peaks) == 1 else jnp.maximum(*peaks)
-    return power_of_two(peak.astype(jnp.promote_types(peak.dtype, jnp.float32)))
+    return power_of_two(peak.astype(promote_types(peak.dtype, jnp.float32)))
 
 
 def divide(array: jax.Array, scale: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -106,7 +108,7 @@ def scaled_squares(array: jax.Array) -> jax.Array:
       ``[B, 2]``: scale and squares, real, at least float32. An example with NaN or Inf has NaN or
       Inf squares.
     """
-    array = _flat(array.astype(jnp.promote_types(array.dtype, jnp.float32)))
+    array = _flat(array.astype(promote_types(array.dtype, jnp.float32)))
     scale = unit_scale(array)
     return jnp.stack([scale, sum_squares(divide(array, scale, array.dtype))], axis=1)
 

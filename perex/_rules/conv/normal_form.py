@@ -28,6 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from perex._compat import promote_types
+
 if TYPE_CHECKING:
     from perex._rules.registry import Site
 
@@ -110,7 +112,7 @@ class Convolution:
 
 def accumulate_dtype(*dtypes: Any) -> Any:
     """The type to add products of these types up in: their promotion, at least float32."""
-    return jnp.promote_types(jnp.result_type(*dtypes), jnp.float32)
+    return promote_types(*dtypes, jnp.float32)
 
 
 def _fit(size: int, spread: int, low: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:

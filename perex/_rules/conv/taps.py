@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from perex._compat import promote_types
 from perex._rules import chunks
 from perex._rules.chunks import map_chunks
 from perex._rules.conv.normal_form import Convolution, pad_input, tap
@@ -41,7 +42,7 @@ def per_example(
     """
     rank = len(conv.kernel)
     rows = tuple(range(1, 2 + rank))
-    dtype = jnp.promote_types(x.dtype, cotangent.dtype)
+    dtype = promote_types(x.dtype, cotangent.dtype)
 
     def some(x: jax.Array, cotangent: jax.Array) -> jax.Array:
         padded = pad_input(conv, x.astype(dtype))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from perex._compat import promote_types
 from perex._rules import chunks
 from perex._rules.chunks import map_chunks, sum_chunks
 from perex._rules.conv.normal_form import Convolution, pad_input
@@ -63,7 +64,7 @@ def patches(conv: Convolution, x: jax.Array) -> jax.Array:
 def product(conv: Convolution, patch: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Gradients ``[b, *K, G, C, P]`` from patches and cotangents ``[b, N, *O, G, P]``."""
     rank = len(conv.kernel)
-    dtype = jnp.promote_types(patch.dtype, cotangent.dtype)
+    dtype = promote_types(patch.dtype, cotangent.dtype)
     result = lax.dot_general(
         patch.astype(dtype),
         cotangent.astype(dtype),

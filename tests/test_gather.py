@@ -241,7 +241,7 @@ def steps(table, ids):
 
 
 def windows(table, ids):
-    return jax.vmap(lambda i: lax.dynamic_slice(table, (i, 1), (2, 2)))(ids)
+    return jax.vmap(lambda i: lax.dynamic_slice(table, (i, jnp.ones_like(i)), (2, 2)))(ids)
 
 
 # Shape of the table, what is looked up by four ids of one example.
@@ -342,15 +342,13 @@ def test_certificate_of_look_ups(x64):
         assert RULE.longest_sum(site) == longest
 
 
-def test_promised_look_ups_are_normed_where_they_are_summed():
-    kind = dataclasses.replace(KINDS["rows"], mode="promise_in_bounds")
-    ids, cotangent = np.array([[[6], [9], [-1], [0]]], np.int32), np.ones((1, 4, 3), np.float32)
-    cotangent[0, 0] = -1
-    site = site_of(kind, 0, np.zeros(kind.table, np.float32), ids[0])
-    gradients = RULE.per_example(site, (ids,), cotangent)
-    total = RULE.weighted_sum(site, (ids,), cotangent, np.ones(1, np.float32))
-    np.testing.assert_array_equal(gradients[0], total)
-    np.testing.assert_allclose(RULE.square_norm(site, (ids,), cotangent), jnp.sum(total**2))
+def test_promises_that_are_broken(x64):
+    """Subscripts promise to be inside; JAX's derivative drops what is not, and so do the norms."""
+    kind, table, _, cotangent = draw(KINDS["rows"], (1,), "promise_in_bounds")
+    ids = np.array([[[6], [9], [-1], [0]]], np.int32)
+    site = site_of(kind, 0, table, ids[0])
+    expected = by_loop(kind, 0, table, (ids,), cotangent)
+    check_rule(RULE, site, (ids,), cotangent, expected, ROUNDING)
 
 
 @pytest.mark.parametrize("bag", [(), (3,)], ids=["ids", "bags"])
@@ -363,22 +361,26 @@ def test_memory_of_many_tables(bag):
         rows = rows.sum(1) if bag else rows
         return jnp.sum(jnp.square(rows.reshape(-1) @ params["dense"] - 1))
 
-    def mean(params, ids):
-        return jnp.mean(jax.vmap(fun, (None, 0))(params, ids))
-
     args = {"tables": tables, "dense": jnp.zeros((128, 1))}, jnp.zeros((batch, 8, *bag), jnp.int32)
     assert (
-        held(perex.clipped_grad(fun, 1.0), args) <= held(jax.grad(mean), args) + 2 * tables.nbytes
+        held(perex.clipped_grad(fun, 1.0), args)
+        <= held(gradient_of_mean(fun), args) + 2 * tables.nbytes
     )
 
 
 def test_memory_of_segments():
-    table, ids = jnp.zeros((1 << 17, 8)), jnp.zeros((32, 1 << 17), jnp.int32)
+    table, ids = jnp.zeros((1 << 14, 64)), jnp.zeros((32, 1 << 14), jnp.int32)
 
     def fun(table, ids):
         return jnp.sum(jnp.sin(jax.ops.segment_sum(table, ids, 5)))
 
-    assert held(perex.clipped_grad(fun, 1.0), (table, ids)) <= 16 * table.nbytes
+    # Both hold the rows of each example, which the sum itself adds up.
+    most = held(gradient_of_mean(fun), (table, ids)) + 4 * table.nbytes
+    assert held(perex.clipped_grad(fun, 1.0), (table, ids)) <= most
+
+
+def gradient_of_mean(fun):
+    return jax.grad(lambda params, ids: jnp.mean(jax.vmap(fun, (None, 0))(params, ids)))
 
 
 def held(fun, args):

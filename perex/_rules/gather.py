@@ -190,10 +190,6 @@ def clip_index(index: jax.Array, low: int, high: int, dtype: Any) -> jax.Array:
 
 
 def _transpose(site: Site, indices: jax.Array, cotangent: jax.Array) -> jax.Array:
-    # Look-ups that are promised to be inside are summed where they are looked up, and where their
-    # norms are taken, even if they are outside.
-    if site.params["mode"] == jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS:
-        indices, _ = _starts(site, indices)
     # Inside shard_map the table must vary over the same mesh axes as the look-ups.
     table = jnp.zeros(site.parameter.shape, cotangent.dtype)
     table = vary_over(table, manual_axes(jax.typeof(cotangent)))
@@ -219,7 +215,9 @@ def _starts(site: Site, indices: jax.Array) -> tuple[jax.Array, jax.Array | None
     limits = jnp.array([min(table[d] - sizes[d], largest) for d in mapped], dtype)
     indices = clip_index(indices, -1, max(table, default=1), dtype)
     inside = None
-    if site.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP:
+    # Where the promise to stay inside is broken, JAX's derivative drops too: a scatter adds nothing
+    # to places that are not there.
+    if site.params["mode"] != jax.lax.GatherScatterMode.CLIP:
         inside = jnp.all((indices >= 0) & (indices <= limits), axis=-1)
     return jnp.clip(indices, 0, limits), inside
 

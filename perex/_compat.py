@@ -11,7 +11,7 @@ No other file imports ``jax.extend`` or asks for a JAX version. Differences met 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -68,25 +68,17 @@ def scan_operand_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def as_operands(primitive: Any, operands: Sequence[Any]) -> list[Any]:
-    """Returns operands as a primitive wants them when it is bound again.
+def as_operands(params: Mapping[str, Any], operands: Sequence[Any]) -> Sequence[Any]:
+    """Returns operands as an equation wants them when it is bound again.
 
-    A jaxpr holds constants as arrays of NumPy. Only functions with custom derivatives hand them on
-    to Python code of the user, which may index them with tracers: it wants JAX's arrays.
+    A jaxpr may hold constants as arrays of NumPy. Most primitives do not care, but a call whose
+    derivative or batching is a Python function of the user hands them on to it: it may index them
+    with tracers, as it may what it was given when it was traced.
     """
-    if primitive not in (primitives.custom_jvp_call_p, primitives.custom_vjp_call_p):
-        return list(operands)
+    if not any(map(callable, params.values())):
+        return operands
     with jax.ensure_compile_time_eval():
         return [x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in operands]
-
-
-def promote_types(*dtypes: Any) -> Any:
-    """Returns the dtype that holds all of these, also where jax is set to promote none by itself.
-
-    With ``jax_numpy_dtype_promotion="strict"`` even `jax.numpy.promote_types` raises.
-    """
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.numpy.result_type(*(jax.numpy.dtype(dtype) for dtype in dtypes))
 
 
 @contextlib.contextmanager
@@ -117,3 +109,12 @@ def vary_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Marks ``value`` as varying over manual mesh axes, where it does not already."""
     missing = tuple(sorted(axes - manual_axes(jax.typeof(value))))
     return jax.lax.pcast(value, missing, to="varying") if missing else value
+
+
+def promote_types(*dtypes: Any) -> Any:
+    """Returns the dtype that holds all of these, also where jax is set to promote none by itself.
+
+    With ``jax_numpy_dtype_promotion="strict"`` even `jax.numpy.promote_types` raises.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.numpy.result_type(*(jax.numpy.dtype(dtype) for dtype in dtypes))

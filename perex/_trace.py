@@ -39,7 +39,7 @@ class Equation:
     def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Returns the results of the operation, in the context in which it was written."""
         params = self.primitive.get_bind_params(self.params)
-        operands = _compat.as_operands(self.primitive, operands)
+        operands = _compat.as_operands(self.params, operands)
         with _compat.equation_scope(self.source):
             results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else [results]

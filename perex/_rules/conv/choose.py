@@ -47,7 +47,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
+from jax import export, lax
 
 from perex._rules.certified import CertifiedNorms
 from perex._rules.chunks import chunk_size, known_size
@@ -215,7 +215,10 @@ def resolve(conv: Convolution, choice: Any, batch: int) -> tuple[str, Algorithm]
             return _own(choice)
     check(choice)
     if choice == "auto":
-        choice = next(iter(estimates(conv, batch)))
+        names = estimates(conv, known_size(batch))
+        # A number of groups cannot be a symbol (`jax.export`).
+        is_known = not export.is_symbolic_dim(batch)
+        choice = next(name for name in names if is_known or name != "grouped")
     reason = ALGORITHMS[choice].covers(conv)
     if reason is not None:
         raise ValueError(
@@ -244,16 +247,16 @@ def by_platform(cpu: Callable[..., Any], other: Callable[..., Any], *arrays: jax
 
 def per_example(conv: Convolution, choice: Any, x: jax.Array, cotangent: jax.Array) -> jax.Array:
     """Kernel gradients ``[B, *K, G, C, P]`` by the chosen algorithm, see `resolve`."""
-    batch = known_size(x.shape[0])
+    batch = x.shape[0]
     name, algorithm = resolve(conv, choice, batch)
     run = functools.partial(algorithm.per_example, conv)
     other_name = name
     if choice == "auto" and name == "grouped":
         other_name = "unfold"
     other = ALGORITHMS[other_name] if other_name in ALGORITHMS else algorithm
-    chunk = batch if algorithm.chunk is None else algorithm.chunk(conv, batch)
-    at_once = batch != x.shape[0] or chunk_size(batch, chunk) >= batch
-    if other_name == name and at_once:
+    if other_name == name and (
+        algorithm.chunk is None or chunk_size(batch, algorithm.chunk(conv, batch)) >= batch
+    ):
         return run(x, cotangent)
     return by_platform(
         run,

@@ -14,7 +14,7 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from perex._rules.chunks import map_chunks, sum_chunks, varying_zeros
 from perex._rules.conv.normal_form import Convolution, pad_input, tap
@@ -42,10 +42,11 @@ def _block(conv: Convolution) -> int:
 def cache_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples whose accumulators stay in cache together."""
     if not conv.out:
-        return max(batch, 1)
+        return batch if export.is_symbolic_dim(batch) else max(batch, 1)
     width = math.prod(conv.out[1:]) * conv.images * _block(conv)
     size = conv.taps * width * conv.groups * conv.features * conv.itemsize
-    return min(max(batch, 1), max(1, _CHUNK_BYTES // max(1, size)))
+    chunk = max(1, _CHUNK_BYTES // max(1, size))
+    return batch if export.is_symbolic_dim(batch) else min(max(batch, 1), chunk)
 
 
 def gradient_seconds(conv: Convolution) -> float:

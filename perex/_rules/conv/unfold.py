@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import export, lax
 
 from perex._compat import promote_types
 from perex._rules import chunks
@@ -33,7 +33,11 @@ def cache_chunk(conv: Convolution, batch: int) -> int:
 def sum_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples to sum over in one product."""
     wanted = chunks.cache_chunk(batch, patch_bytes(conv))
-    return max(wanted, -(-_SUM_ROWS // max(1, conv.positions)))
+    return (
+        batch
+        if export.is_symbolic_dim(batch)
+        else max(wanted, -(-_SUM_ROWS // max(1, conv.positions)))
+    )
 
 
 def patches(conv: Convolution, x: jax.Array) -> jax.Array:

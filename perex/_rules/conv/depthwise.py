@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +43,11 @@ def _block(conv: Convolution) -> int:
 def cache_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples whose accumulators stay in cache together."""
     if not conv.out:
-        return batch if export.is_symbolic_dim(batch) else max(batch, 1)
+        return cast(int, batch) if export.is_symbolic_dim(batch) else max(batch, 1)
     width = math.prod(conv.out[1:]) * conv.images * _block(conv)
     size = conv.taps * width * conv.groups * conv.features * conv.itemsize
     chunk = max(1, _CHUNK_BYTES // max(1, size))
-    return batch if export.is_symbolic_dim(batch) else min(max(batch, 1), chunk)
+    return cast(int, batch) if export.is_symbolic_dim(batch) else min(max(batch, 1), chunk)
 
 
 def gradient_seconds(conv: Convolution) -> float:

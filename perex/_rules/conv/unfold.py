@@ -33,11 +33,9 @@ def cache_chunk(conv: Convolution, batch: int) -> int:
 def sum_chunk(conv: Convolution, batch: int) -> int:
     """Number of examples to sum over in one product."""
     wanted = chunks.cache_chunk(batch, patch_bytes(conv))
-    return (
-        batch
-        if export.is_symbolic_dim(batch)
-        else max(wanted, -(-_SUM_ROWS // max(1, conv.positions)))
-    )
+    if export.is_symbolic_dim(batch):
+        return wanted
+    return max(wanted, -(-_SUM_ROWS // max(1, conv.positions)))
 
 
 def patches(conv: Convolution, x: jax.Array) -> jax.Array:

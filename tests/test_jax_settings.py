@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+from modes import QUICK
 
 import perex
 
@@ -88,33 +89,27 @@ def expected(name):
     return gradients, norms, total(weights), total(weights * (np.arange(BATCH) < BATCH - 1))
 
 
-def run(mode, name):
-    loss, params, x = LOSSES[name]
-    if mode == "grad":
-        return perex.grad(loss)(params, x)
-    if mode == "grad_norms":
-        return perex.grad_norms(loss)(params, x)
-    if mode == "dp_clip":
-        return _dp_clip(perex.grad(loss, factored=True)(params, x))
-    if mode == "exact_masks":
-        return perex.exact_masks(loss)(params, jax.tree.map(lambda a: a[0], x))
-    if mode == "explain":
-        return str(perex.explain(loss)(params, x))
-    options = {"save_memory": {"save_memory": True}, "microbatch": {"microbatch_size": 2}}
-    is_padding = jnp.arange(BATCH) == BATCH - 1 if mode == "padding" else None
-    clipped = perex.clipped_grad(loss, CLIP, **options.get(mode, {}))
-    return clipped(params, x, is_padding=is_padding)[0]
+def everything(name, params, x):
+    loss = LOSSES[name][0]
+    is_padding = jnp.arange(BATCH) == BATCH - 1
+    clipped = perex.clipped_grad(loss, CLIP)
+    saving = perex.clipped_grad(loss, CLIP, save_memory=True)
+    parts = perex.clipped_grad(loss, CLIP, microbatch_size=2)
+    return {
+        "gradients": perex.grad(loss)(params, x),
+        "norms": perex.grad_norms(loss)(params, x),
+        "total": clipped(params, x)[0],
+        "in parts": parts(params, x)[0],
+        "saving": saving(params, x)[0],
+        "without the last": clipped(params, x, is_padding=is_padding)[0],
+        "mean": _dp_clip(perex.grad(loss, factored=True)(params, x)),
+        "value": perex.exact_masks(loss)(params, jax.tree.map(lambda a: a[0], x)),
+    }
 
 
 def _dp_clip(gradients):
     transform = perex.dp_clip(CLIP, 0.0, jax.random.key(0))
     return transform.update(gradients, transform.init(gradients))[0]
-
-
-MODES = [
-    "grad", "grad_norms", "clip", "save_memory", "microbatch", "padding", "dp_clip",
-    "exact_masks", "explain",
-]  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -132,16 +127,23 @@ def setting(name):
 @pytest.mark.parametrize("key", SETTINGS)
 def test_settings_change_nothing(key, name):
     gradients, norms, total, without_last = expected(name)
-    explained = run("explain", name)
-    close = functools.partial(oracle.assert_trees_close, rtol=1e-4, atol=1e-5)
-    with setting(key):
-        close(run("grad", name), gradients)
-        close(run("grad_norms", name), norms)
-        for mode in ("clip", "save_memory", "microbatch"):
-            close(run(mode, name), total)
-        close(run("padding", name), without_last)
-        close(run("dp_clip", name), jax.tree.map(lambda x: x / BATCH, total))
-        assert run("explain", name) == explained
-        found = run("exact_masks", name)
     loss, params, x = LOSSES[name]
-    np.testing.assert_allclose(found, loss(params, x[0]), rtol=1e-5)
+    explained = str(perex.explain(loss)(params, x))
+    with setting(key):
+        run = functools.partial(everything, name)
+        if key != "disable_jit":
+            run = jax.jit(run, compiler_options=QUICK)
+        found = run(params, x)
+        assert str(perex.explain(loss)(params, x)) == explained
+    truth = {
+        "gradients": gradients,
+        "norms": norms,
+        "total": total,
+        "in parts": total,
+        "saving": total,
+        "without the last": without_last,
+        "mean": jax.tree.map(lambda x: x / BATCH, total),
+        "value": np.asarray(loss(params, x[0])),
+    }
+    for what, value in truth.items():
+        oracle.assert_trees_close(found[what], value, rtol=1e-4, atol=1e-5)

@@ -183,3 +183,27 @@ def test_settings_change_nothing(key, name):
     rtol, atol = (3e-2, 3e-2) if name == "halved" else (1e-4, 1e-5)
     for what, value in truth.items():
         oracle.assert_trees_close(found[what], value, rtol=rtol, atol=atol)
+
+
+def cancelling(w, x):
+    """At each step two products that are equal, of opposite sign: a gradient of exactly zero."""
+
+    def step(total, w):
+        both = jnp.stack([x, x]) @ w
+        return total + jnp.sum(both[0] - both[1]), None
+
+    return jax.lax.scan(step, jnp.zeros(()), w)[0]
+
+
+@pytest.mark.parametrize("key", ["debug_infs", "debug_nans"])
+@pytest.mark.parametrize("forced_way", ["gram"], indirect=True)
+def test_bounds_of_what_cancels_to_nothing_are_finite(forced_way, key):
+    w, x = _normal(3, 64, 64), _normal(BATCH, 64)
+    with setting(key):
+        leaf = perex.grad(cancelling, factored=True)(w, x)
+        assert isinstance(leaf, perex.PerExample)
+        norms = leaf.scaled_norms()
+        total, stats = perex.clipped_grad(cancelling, CLIP)(w, x)
+    assert np.isfinite(norms.upper).all() and (norms.scale > 0).all()
+    np.testing.assert_array_equal(stats.norms, np.zeros(BATCH))
+    np.testing.assert_array_equal(total, np.zeros(w.shape))

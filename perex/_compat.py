@@ -114,7 +114,16 @@ def vary_over(value: jax.Array, axes: frozenset[str]) -> jax.Array:
 def promote_types(*dtypes: Any) -> Any:
     """Returns the dtype that holds all of these, also where jax is set to promote none by itself.
 
-    With ``jax_numpy_dtype_promotion="strict"`` even `jax.numpy.promote_types` raises.
+    With ``jax_numpy_dtype_promotion="strict"`` even `jax.numpy.promote_types` raises. Floats of
+    less than 16 bits are promoted too, which JAX never does by itself: bfloat16 holds them all.
     """
+    unlike = {jax.numpy.dtype(dtype) for dtype in dtypes}
+    if len(unlike) > 1:
+        unlike = {jax.numpy.dtype("bfloat16") if _is_tiny(dtype) else dtype for dtype in unlike}
     with jax.numpy_dtype_promotion("standard"):
-        return jax.numpy.result_type(*(jax.numpy.dtype(dtype) for dtype in dtypes))
+        return jax.numpy.result_type(*unlike)
+
+
+def _is_tiny(dtype: Any) -> bool:
+    floating = jax.numpy.issubdtype(dtype, jax.numpy.floating)
+    return floating and jax.numpy.finfo(dtype).bits < 16

@@ -9,7 +9,7 @@ from jax import export
 
 import perex
 
-SHAPES = {"dense": (3, 130), "convolution": (9, 9, 2)}
+SHAPES = {"dense": (3, 130), "convolution": (9, 9, 2), "tied": (4,)}
 
 
 def dense(params, x):
@@ -25,30 +25,47 @@ def convolution(params, x):
     return jnp.sum(jnp.tanh(x + params["b"]))
 
 
+def tied(params, tokens):
+    """A table that is looked up at each step of a scan, and multiplied with at the end."""
+    table = params["w"]
+
+    def step(h, token):
+        return jnp.tanh(table[token] + h * params["b"]), None
+
+    h, _ = jax.lax.scan(step, jnp.zeros(table.shape[1], table.dtype), tokens)
+    return jax.nn.logsumexp(table @ h)
+
+
 def _parameters(name):
     random = np.random.default_rng(0)
-    shapes = {"dense": ((130, 140), 140), "convolution": ((3, 3, 2, 4), 4)}[name]
+    shapes = {
+        "dense": ((130, 140), 140), "convolution": ((3, 3, 2, 4), 4), "tied": ((300, 160), 160),
+    }[name]  # fmt: skip
     w, b = (random.normal(size=shape) / 12 for shape in shapes)
     return {"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray(b, jnp.float32)}
 
 
 @pytest.mark.parametrize("options", [{}, {"save_memory": True}, {"microbatch_size": 2}], ids=str)
-@pytest.mark.parametrize("loss", [dense, convolution], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("loss", [dense, convolution, tied], ids=lambda f: f.__name__)
 def test_the_batch_size_may_be_a_symbol(loss, options):
     shape, params = SHAPES[loss.__name__], _parameters(loss.__name__)
 
     def run(params, x):
         total, stats = perex.clipped_grad(loss, 1.0, **options)(params, x)
-        return total, stats.norms, perex.grad_norms(loss)(params, x)
+        norms = stats.norms, perex.grad_norms(loss)(params, x)
+        return total, perex.grad(loss)(params, x), *norms
 
     (b,) = export.symbolic_shape("b")
     structs = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params)
-    exported = export.export(jax.jit(run))(structs, jax.ShapeDtypeStruct((b, *shape), jnp.float32))
+    dtype = jnp.int32 if loss is tied else jnp.float32
+    exported = export.export(jax.jit(run))(structs, jax.ShapeDtypeStruct((b, *shape), dtype))
     random = np.random.default_rng(1)
     for size in (1, 3, 64):
-        x = jnp.asarray(random.normal(size=(size, *shape)), jnp.float32)
-        total, *both = exported.call(params, x)
+        draw = random.integers(0, 300, (size, *shape)) if loss is tied else None
+        x = jnp.asarray(random.normal(size=(size, *shape)) if draw is None else draw, dtype)
+        total, gradients, *both = exported.call(params, x)
         _, _, expected = oracle.loop(jax.jit(loss))(params, x)
+        oracle.assert_trees_close(gradients, expected, 1e-4, 1e-5)
         squares = [np.sum(g.reshape(size, -1) ** 2, 1) for g in jax.tree.leaves(expected)]
         norms = np.sqrt(sum(squares))
         for found in both:

@@ -56,6 +56,26 @@ def decayed(params, x):
     return jnp.sum(h * h) + 0.01 * decay
 
 
+def normalized(params, x):
+    x = jax.lax.conv_general_dilated(
+        jnp.expand_dims(x, 0), params["kernel"] * MASK.astype(params["kernel"].dtype), (1, 1),
+        "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )  # fmt: skip
+    groups = x.reshape(1, -1, 2, 2)
+    centred = groups - jnp.mean(groups, (1, 3), keepdims=True)
+    variance = jnp.mean(centred * centred, (1, 3), keepdims=True)
+    x = (centred * jax.lax.rsqrt(variance + 0.1)).reshape(x.shape)
+    return jnp.sum(jnp.tanh(x * jnp.expand_dims(params["scale"], (0, 1, 2))))
+
+
+def halved(params, x):
+    params, x = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (params, x))
+    return normalized(params, x).astype(jnp.float32)
+
+
+MASK = np.ones((3, 3, 2, 4), np.float32)
+MASK[1, 2:] = MASK[2:] = 0
+
 LOSSES = {
     "convolution": (
         convolution,
@@ -66,6 +86,16 @@ LOSSES = {
         tied,
         {"table": _normal(7, 4), "w": _normal(4, 4)},
         jnp.asarray(np.random.default_rng(0).integers(0, 7, (BATCH, 4)), jnp.int32),
+    ),
+    "normalized": (
+        normalized,
+        {"kernel": _normal(3, 3, 2, 4), "scale": _normal(4)},
+        _normal(BATCH, 6, 6, 2),
+    ),
+    "halved": (
+        halved,
+        {"kernel": _normal(3, 3, 2, 4), "scale": _normal(4)},
+        _normal(BATCH, 6, 6, 2),
     ),
     "decayed": (decayed, {"w": _normal(130, 140), "b": _normal(140)}, _normal(BATCH, 3, 130)),
 }
@@ -97,6 +127,7 @@ def everything(name, params, x):
     parts = perex.clipped_grad(loss, CLIP, microbatch_size=2)
     return {
         "gradients": perex.grad(loss)(params, x),
+        "with values": perex.value_and_grad(loss)(params, x)[1],
         "norms": perex.grad_norms(loss)(params, x),
         "total": clipped(params, x)[0],
         "in parts": parts(params, x)[0],
@@ -139,6 +170,7 @@ def test_settings_change_nothing(key, name):
     assert told == explained or key == "disable_jit"
     truth = {
         "gradients": gradients,
+        "with values": gradients,
         "norms": norms,
         "total": total,
         "in parts": total,
@@ -147,5 +179,31 @@ def test_settings_change_nothing(key, name):
         "mean": jax.tree.map(lambda x: x / BATCH, total),
         "value": np.asarray(loss(params, x[0])),
     }
+    # A bfloat16 loss is rounded to eight bits at each of its dozen steps.
+    rtol, atol = (3e-2, 3e-2) if name == "halved" else (1e-4, 1e-5)
     for what, value in truth.items():
-        oracle.assert_trees_close(found[what], value, rtol=1e-4, atol=1e-5)
+        oracle.assert_trees_close(found[what], value, rtol=rtol, atol=atol)
+
+
+def cancelling(w, x):
+    """At each step two products that are equal, of opposite sign: a gradient of exactly zero."""
+
+    def step(total, w):
+        both = jnp.stack([x, x]) @ w
+        return total + jnp.sum(both[0] - both[1]), None
+
+    return jax.lax.scan(step, jnp.zeros(()), w)[0]
+
+
+@pytest.mark.parametrize("key", ["debug_infs", "debug_nans"])
+@pytest.mark.parametrize("forced_way", ["gram"], indirect=True)
+def test_bounds_of_what_cancels_to_nothing_are_finite(forced_way, key):
+    w, x = _normal(3, 64, 64), _normal(BATCH, 64)
+    with setting(key):
+        leaf = perex.grad(cancelling, factored=True)(w, x)
+        assert isinstance(leaf, perex.PerExample)
+        norms = leaf.scaled_norms()
+        total, stats = perex.clipped_grad(cancelling, CLIP)(w, x)
+    assert np.isfinite(norms.upper).all() and (norms.scale > 0).all()
+    np.testing.assert_array_equal(stats.norms, np.zeros(BATCH))
+    np.testing.assert_array_equal(total, np.zeros(w.shape))

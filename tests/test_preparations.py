@@ -1,5 +1,7 @@
 """What is computed from parameters before a site is pulled back exactly; sites of many kinds."""
 
+import cProfile
+
 import jax
 import jax.numpy as jnp
 import modes
@@ -239,3 +241,45 @@ def test_parameters_at_places_that_the_example_names_have_a_rule():
     w, ids = normal(5, DIM), jnp.array([[0, 1, 0, 1, 1], [0] * 5, [1, 1, 0, 0, 0]])
     modes.check(loss, w, ids)
     assert "rule scatter-add" in modes.uses(loss, w, ids)
+
+
+def unrolled_dense(params, x):
+    h = jnp.zeros(4)
+    for row in x:
+        h = jnp.tanh(row @ params["w"] + h @ params["u"] + params["b"])
+    return jnp.sum(h * h)
+
+
+def unrolled_masked(params, x):
+    h = jnp.zeros((1, 4, 4))
+    for row in x:
+        kernel = params["u"][None] * np.tri(4)[None, :, :]
+        h = jnp.tanh(lax.conv_general_dilated(h, kernel, (1,), "SAME", None, None, NUMBERS) + row)
+    return jnp.sum(h * params["w"] * params["b"])
+
+
+NUMBERS = ("NHC", "HIO", "NHC")
+
+
+@pytest.mark.parametrize(
+    "loss, transform",
+    [
+        (unrolled_dense, perex.grad),
+        (unrolled_dense, perex.explain),
+        (unrolled_masked, perex.explain),
+    ],
+)
+def test_the_work_of_tracing_is_in_proportion_to_the_length(loss, transform):
+    params = {"w": normal(4, 4), "u": normal(4, 4), "b": normal(4)}
+
+    def calls(length):
+        # Calls of functions, built-in ones too: a measure that is the same in each run.
+        x, profile = jnp.zeros((2, length, 4)), cProfile.Profile()
+        run = profile.runcall
+        jax.eval_shape(lambda p, x: [run(transform(loss), p, x), None][1], params, x)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    calls(5)
+    few, many = calls(30), calls(120)
+    # Four times the length; in proportion to its square, sixteen.
+    assert many < 4.3 * few

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from perex._compat import promote_types
 from perex._masks.geometry import crop, normalize, spans, uncrop
 from perex._masks.products import from_channels_last, grouped_product
 
@@ -121,7 +122,7 @@ def _backward(precision, dtype, saved, cotangent):
         rows,
         columns,
         precision=precision,
-        preferred_element_type=jnp.promote_types(kernel.dtype, jnp.float32),
+        preferred_element_type=promote_types(kernel.dtype, jnp.float32),
     )
     return back, jnp.where(mask, gradient, 0).astype(kernel.dtype), None
 

@@ -177,7 +177,7 @@ class Knowledge:
 
     def _fold(self, variable: int) -> Any | None:
         needed, equations, numbers = {variable}, [], 0
-        for equation in reversed(self.program.equations):
+        for equation in reversed(self.program.preparation(variable)[0]):
             if not needed.isdisjoint(equation.outputs):
                 avals = (self.program.avals[v] for v in equation.outputs)
                 numbers += sum(math.prod(getattr(aval, "shape", ())) for aval in avals)

@@ -121,8 +121,11 @@ def settle(certified: CertifiedNorms, measured: Callable[[], CertifiedNorms]) ->
 
     def some_measured() -> ScaledNorms:
         norms = measured()
-        slack = 2 * certified.slack * (certified.scale / norms.scale)
-        pairs = zip(norms._replace(slack=slack).scaled(), certified.scaled(), strict=True)
+        # Gradients that measure zero at each step of a scan have no scale.
+        scale = jnp.where(norms.scale == 0, certified.scale, norms.scale)
+        slack = 2 * certified.slack * (certified.scale / jnp.where(scale == 0, 1, scale))
+        norms = norms._replace(scale=scale, slack=slack)
+        pairs = zip(norms.scaled(), certified.scaled(), strict=True)
         return ScaledNorms(*(jnp.where(wide, *pair) for pair in pairs))
 
     return lax.cond(jnp.any(wide), some_measured, certified.scaled)

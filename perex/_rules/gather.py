@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from perex._compat import manual_axes, vary_over
+from perex._compat import manual_axes, promote_types, vary_over
 from perex._rules.chunks import cache_chunk, map_chunks
 from perex._rules.registry import Site
 from perex._rules.scales import sum_squares
@@ -56,7 +56,7 @@ class GatherRule:
           inputs: the indices ``[B, ..., K]``.
           cotangent: ``[B, *site.out.shape]``.
         """
-        dtype = jnp.promote_types(cotangent.dtype, jnp.float32)
+        dtype = promote_types(cotangent.dtype, jnp.float32)
         cotangent = cotangent.astype(dtype)
         rows = _rows(site, inputs[0], cotangent)
         if rows is None:
@@ -77,7 +77,7 @@ class GatherRule:
     ) -> jax.Array:
         """Returns the sum ``[B]`` over look-ups of the norms of what each adds to the gradient."""
         windows = _windows(site, cotangent)
-        windows = windows.astype(jnp.promote_types(cotangent.dtype, jnp.float32))
+        windows = windows.astype(promote_types(cotangent.dtype, jnp.float32))
         axes = tuple(range(2, windows.ndim))
         lengths = jnp.sqrt(jnp.sum(jnp.square(jnp.abs(windows)), axis=axes))
         _, inside = _starts(site, inputs[0])
@@ -132,7 +132,7 @@ class GatherRule:
         self, site: Site, inputs: tuple[jax.Array, ...], cotangent: jax.Array, weights: jax.Array
     ) -> jax.Array:
         """Returns the weighted sum over examples, of the table's shape, at least float32."""
-        dtype = jnp.promote_types(cotangent.dtype, jnp.float32)
+        dtype = promote_types(cotangent.dtype, jnp.float32)
         weights = weights.reshape(-1, *[1] * (cotangent.ndim - 1)).astype(dtype)
         # By select, so that NaN and Inf of an example of weight zero stay out of the sum.
         cotangent = jnp.where(weights != 0, weights * cotangent.astype(dtype), 0)

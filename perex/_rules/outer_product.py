@@ -160,7 +160,8 @@ def weighted_sum(
     b = jnp.where(weights != 0, b.astype(dtype) * weights, 0)
     # A conditional, as it is rarely needed, and because XLA makes of a select that feeds a product
     # a transposing copy that can take as long as the product.
-    a = lax.cond(jnp.any(weights == 0), lambda: jnp.where(weights != 0, a, 0), lambda: a)
+    zero = jnp.zeros((), a.dtype)  # As a number, 0 would make int32 of bool.
+    a = lax.cond(jnp.any(weights == 0), lambda: jnp.where(weights != 0, a, zero), lambda: a)
     a = a.astype(dtype)
     return lax.dot_general(
         a,

@@ -53,7 +53,7 @@ def test_exact_with_a_dropout_key_for_each_example(name):
 def test_large_leaves_keep_their_rules(name):
     loss, _, params = PROGRAMS[name].build()
     batch = images(2, 8, 8, 1), jnp.zeros(2, jnp.int32), jax.random.split(jax.random.key(0), 2)
-    lines = modes.uses(loss, params, *batch).splitlines()[1:]
+    lines = modes.uses(loss, params, *batch).splitlines()[1:-1]
     for line in lines:
         assert ": rule " in line or ": add at" in line or ": mul at" in line, line
 

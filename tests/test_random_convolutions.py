@@ -31,8 +31,7 @@ def test_all_kinds_are_drawn():
         lambda d: d.mask is not None and not d.mask.acts.any(),
         lambda d: d.mask is not None and not d.mask.known and 0 < d.mask.acts.ndim < 4,
         lambda d: (
-            d.mask is not None
-            and only_masked(d, np.broadcast_to(d.mask.acts, d.shapes[1])).any()
+            d.mask is not None and only_masked(d, np.broadcast_to(d.mask.acts, d.shapes[1])).any()
         ),
     ):
         assert sum(map(wanted, draws)) >= 5

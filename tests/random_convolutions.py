@@ -302,7 +302,7 @@ def only_masked(draw: Draw, acts: np.ndarray) -> np.ndarray:
     return alone.transpose(np.argsort(draw.layouts[0]))
 
 
-def _data(draw: Draw, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def data(draw: Draw, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Kernel, inputs ``[B, *lhs]`` and cotangents ``[B, *out]``, in the dtype of the draw."""
     random = np.random.default_rng(seed)
     lhs, kernel, out = draw.shapes
@@ -355,7 +355,7 @@ def wrong(draw: Draw, seed: int = 0) -> str | None:
     Returns:
       None where all is right, else what is not.
     """
-    kernel, x, cotangent = _data(draw, seed)
+    kernel, x, cotangent = data(draw, seed)
     acts = np.broadcast_to(True if draw.mask is None else draw.mask.acts, kernel.shape)
     expected = np.where(acts, gradients(draw, x, cotangent), 0)
     scale = np.where(acts, gradients(draw, abs(x), abs(cotangent)), 0)

@@ -65,9 +65,16 @@ def test_the_definition_on_a_convolution_done_by_hand():
     np.testing.assert_array_equal(only_masked(hand, acts & False), [[[False, True, False]]])
 
 
+def _tells(d, index, result):
+    """Whether a draw shows a small fault: bfloat16 is too coarse, and some gradients are zero."""
+    if d.result != result or d.mask is not None or d.dtype != "float32":
+        return False
+    return random_convolutions.gradients(d, *random_convolutions.data(d, index)[1:]).all()
+
+
 @pytest.mark.parametrize("result", ["gradients", "norms", "sum"])
 def test_a_wrong_result_is_reported(result, monkeypatch):
-    index = next(i for i in range(99) if draw(0, i).result == result and draw(0, i).mask is None)
+    index = next(i for i in range(999) if _tells(draw(0, i), i, result))
     original = random_convolutions.gradients
     monkeypatch.setattr(
         random_convolutions, "gradients", lambda *args: original(*args) * (1 + 2.0**-7)

@@ -205,8 +205,12 @@ def test_program_does_not_grow_with_the_batch(algorithm: str) -> None:
     assert sizes[0] > 10
 
 
-def test_an_empty_kernel_gradient_is_zero() -> None:
-    case = NAMED["cropped_away"]
+@pytest.mark.parametrize(
+    "case",
+    [NAMED["cropped_away"], Case((4,), (5,), 3, 6, batch=5, groups=3, padding="VALID")],
+    ids=["cropped_away", "no_result_of_single_channels"],
+)
+def test_an_empty_kernel_gradient_is_zero(case: Case) -> None:
     site = case.site()
     x, cotangent = map(jnp.asarray, case.data())
     assert describe(site).empty
@@ -215,6 +219,7 @@ def test_an_empty_kernel_gradient_is_zero() -> None:
     assert not np.any(squares_of(RULE, site, (x,), cotangent, "stream"))
     assert not np.any(RULE.weighted_sum(site, (x,), cotangent, jnp.ones(case.batch)))
     assert set(RULE.estimate(site, 3).values()) == {0.0}
+    assert RULE.describe(site, 3)
 
 
 def test_mixed_types_are_added_up_in_the_wider() -> None:

@@ -33,11 +33,10 @@ def covers(conv: Convolution) -> str | None:
 
 
 def _block(conv: Convolution) -> int:
-    """Rows along the first axis in one block: a divisor of the output size."""
+    """Rows along the first axis in one block: a divisor of the output size, or one of none."""
     rows, width = conv.out[0], math.prod(conv.out[1:]) * conv.images
-    return next(
-        r for r in range(1, rows + 1) if rows % r == 0 and (r * width >= _WIDTH or r == rows)
-    )
+    divisors = (r for r in range(1, rows + 1) if rows % r == 0)
+    return next((r for r in divisors if r * width >= _WIDTH or r == rows), 1)
 
 
 def cache_chunk(conv: Convolution, batch: int) -> int:

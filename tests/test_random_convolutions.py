@@ -13,6 +13,12 @@ def test_convolutions_drawn_at_random():
     assert not complaints, "\n".join(complaints)
 
 
+# Wrong once: no result at all, groups in float64 under a mask, a scalar that masks all.
+@pytest.mark.parametrize("index", [689, 2531, 14997, 34834, 3458, 17877, 24907])
+def test_draws_that_were_wrong_once(index):
+    assert complaint_of(10, index) is None
+
+
 def test_all_kinds_are_drawn():
     draws = [draw(0, index) for index in range(2000)]
     assert {d.algorithm for d in draws} == {"auto", *ALGORITHMS}

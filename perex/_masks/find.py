@@ -262,7 +262,7 @@ class Knowledge:
             for number, case in enumerate(cases):
                 zeros = self.zeros(case)
                 if zeros is not None and zeros.all():
-                    if self.program.avals[which].shape and not self._is_settled(which):
+                    if not self._is_settled(which):
                         yield RunTimeMask(which, number, layout, shape)
                     follow = (cases[1 - number],)
         elif primitive is p.mul_p:
@@ -293,15 +293,16 @@ class Knowledge:
     def looks_like_mask(self, variable: int) -> bool:
         """Whether an unknown factor of a kernel is a mask.
 
-        It is where the transform says so, where it was boolean or an integer once, and where it
-        passed through ``stop_gradient``.
+        It is where it was boolean or an integer once; if it is not a mere scalar, then also where
+        the transform says so and where it passed through ``stop_gradient``.
         """
-        if not self.program.avals[variable].shape or self._is_settled(variable):
+        if self._is_settled(variable):
             return False
+        is_scalar = not self.program.avals[variable].shape
         while True:
-            if self._is_mask(variable) or not jnp.issubdtype(
-                self.program.avals[variable].dtype, jnp.inexact
-            ):
+            if not jnp.issubdtype(self.program.avals[variable].dtype, jnp.inexact):
+                return True
+            if self._is_mask(variable) and not is_scalar:
                 return True
             equation = self._maker.get(variable)
             if equation is None:
@@ -309,7 +310,7 @@ class Knowledge:
                     return False
                 knowledge, operands = self._outer
                 return knowledge.looks_like_mask(operands[variable][0])
-            if equation.primitive is p.stop_gradient_p:
+            if equation.primitive is p.stop_gradient_p and not is_scalar:
                 return True
             if equation.primitive not in _KEEPS_MASK and equation.primitive not in _LAYOUT:
                 return False

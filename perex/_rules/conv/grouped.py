@@ -26,6 +26,9 @@ surplus: the normal form has done so already, and here the size comes out as K.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +37,8 @@ from perex._rules.conv.normal_form import Convolution, pad_input
 from perex._rules.conv.unfold import weigh
 
 # XLA on the CPU has a grouped convolution for these types alone. For others it multiplies every
-# group with every group and masks the result, so 0 * NaN would carry NaN between examples.
+# group with every group and masks the result, so 0 * NaN would carry NaN between examples, and
+# between groups, of which a mask can hide some entries.
 _GROUPED_ON_CPU = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.complex64)
 
 
@@ -49,20 +53,7 @@ def per_example(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Ar
     Returns:
       ``[B, *K, G, C, P]`` of type ``conv.dtype``.
     """
-    x, cotangent = x.astype(conv.dtype), cotangent.astype(conv.dtype)
-
-    def one_by_one(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return _convolve(conv, pair[0][None], pair[1][None])[0]
-
-        return lax.map(one, (x, cotangent))
-
-    def together(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        return _convolve(conv, x, cotangent)
-
-    if any(conv.dtype == dtype for dtype in _GROUPED_ON_CPU):
-        return together(x, cotangent)
-    return lax.platform_dependent(x, cotangent, cpu=one_by_one, default=together)
+    return _by_groups(conv, x.astype(conv.dtype), cotangent.astype(conv.dtype))
 
 
 def weighted_sum(
@@ -82,7 +73,32 @@ def weighted_sum(
     x, cotangent = weigh(conv, x, cotangent, weights)
     x = x.reshape(1, -1, *x.shape[2:])
     cotangent = cotangent.reshape(1, -1, *cotangent.shape[2:])
-    return _convolve(conv, x, cotangent)[0]
+    return _by_groups(conv, x, cotangent)[0]
+
+
+def _by_groups(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """As `_convolve`, and no example and no group touches another one on any platform."""
+
+    def one_by_one(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        single = dataclasses.replace(conv, groups=1)
+
+        def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return _convolve(single, pair[0][None], pair[1][None])[0]
+
+        def split(array: jax.Array) -> jax.Array:  # [b, N, ..., G, C] -> [(b, G), N, ..., 1, C]
+            array = jnp.expand_dims(jnp.moveaxis(array, -2, 1), -2)
+            return array.reshape(-1, *array.shape[2:])
+
+        result = lax.map(one, (split(x), split(cotangent)))
+        result = result.reshape(x.shape[0], conv.groups, *result.shape[1:])
+        return jnp.moveaxis(result, 1, -4)[..., 0, :, :]
+
+    alone = x.shape[0] == conv.groups == 1
+    if alone or any(conv.dtype == dtype for dtype in _GROUPED_ON_CPU):
+        return _convolve(conv, x, cotangent)
+    return lax.platform_dependent(
+        x, cotangent, cpu=one_by_one, default=functools.partial(_convolve, conv)
+    )
 
 
 def _convolve(conv: Convolution, x: jax.Array, cotangent: jax.Array) -> jax.Array:

@@ -109,8 +109,9 @@ def _norms_along(form: _Form) -> CertifiedNorms:
 def _inner_roundoff(left: _Form, right: _Form) -> float:
     """How far an inner product is off, as a part of the product of the magnitudes."""
     keys = set(left.sides) | set(right.sides)
+    # An inner product with a unit vector, whose length counts as one, picks an entry.
     lengths = sum(
-        max(form.length(key) for form in (left, right) if key in form.sides) for key in keys
+        min(form.length(key) for form in (left, right) if key in form.sides) for key in keys
     )
     return (lengths + REDUCTION) * unit_roundoff(left.magnitude.dtype)
 

@@ -150,3 +150,18 @@ def test_large_norms_hold_no_array_of_all_gradients() -> None:
     for way in ("gram", "stream"):
         text = str(jax.make_jaxpr(lambda a, b, w=way: _squares(w, a, b))(a, b))
         assert "64,1,256,256" not in text and "64,1,512,512" not in text
+
+
+@pytest.mark.parametrize("length", [1, 1024, 2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_long_inner_products_are_added_up_in_blocks(length: int, dtype: str) -> None:
+    a, _ = _pair((2, 2, 3, length, 1), dtype)
+    wide = np.asarray(a).astype(np.complex128)
+    expected = np.einsum("bgsn,bgtn->bgst", wide, wide.conj())
+    found = np.asarray(outer_product.gram(a, dtype))
+    assert found.dtype == dtype
+    norms = np.sqrt(np.abs(np.einsum("bgtt->bgt", expected)))
+    longest = outer_product.gram_length(length)
+    assert longest == length or longest < 2100 < length + 60
+    bound = 4 * longest * 2.0**-24 * norms[..., None] * norms[..., None, :]
+    assert np.all(np.abs(found - expected) <= bound)

@@ -38,6 +38,7 @@ __all__ = [
     "accumulate_dtype",
     "estimate",
     "gram",
+    "gram_length",
     "gram_norms",
     "measure",
     "per_example",
@@ -58,6 +59,9 @@ COPY = 4.0e10
 FRESH = 2.2e9
 _READ = 2.0e10
 _CALL = 7.0e-7
+# Longer sums are added up in blocks of this many, or less than twice as many, terms: rounding grows
+# with the length of a sum.
+_BLOCK = 1024
 # Gradients of a batch that are this small stay in cache until they are weighted.
 _RESIDENT_BYTES = 4 << 20
 
@@ -181,13 +185,37 @@ def gram(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if array.shape[2] == 1:
         # A reduction, which adds up in a tree, where a product adds one number after the other.
         return lax.expand_dims(jnp.sum((array * jnp.conj(array)).astype(dtype), axis=3), (3,))
+    blocks, size = _blocks(array.shape[3])
+    if blocks > 1:
+        split = blocks * size
+        each = array[..., :split].reshape(*array.shape[:3], blocks, size)
+        total = jnp.sum(_products(jnp.moveaxis(each, 3, 2), dtype), axis=2)
+        return total if split == array.shape[3] else total + _products(array[..., split:], dtype)
+    return _products(array, dtype)
+
+
+def _products(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    axis = array.ndim - 1
+    outer = tuple(range(axis - 1))
     return lax.dot_general(
         array,
         jnp.conj(array),
-        (((3,), (3,)), ((0, 1), (0, 1))),
+        (((axis,), (axis,)), (outer, outer)),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=dtype,
     )
+
+
+def _blocks(length: int) -> tuple[int, int]:
+    """How many equal blocks a long sum is split into, and of what size."""
+    blocks = max(1, length // _BLOCK)
+    return blocks, length // blocks
+
+
+def gram_length(length: int) -> int:
+    """How many numbers are added up one after the other in `gram`, at most."""
+    blocks, size = _blocks(length)
+    return length if blocks == 1 else max(size, length - blocks * size) + blocks + 1
 
 
 def gram_norms(
@@ -221,7 +249,8 @@ def gram_norms(
             squares = jnp.sum(left * right, axis=1)
             certified = squares, jnp.zeros_like(squares), _single_slack(squares, dtype, precision)
         else:
-            certified = from_grams(gram(a, dtype), gram(b, dtype), (depth, outputs), precision)
+            lengths = gram_length(depth), gram_length(outputs)
+            certified = from_grams(gram(a, dtype), gram(b, dtype), lengths, precision)
         return undo_scales(scale_a, scale_b, *certified)
 
     row = groups * (positions**2 * 2 + positions * (depth + outputs)) * jnp.dtype(dtype).itemsize

@@ -296,8 +296,8 @@ def _draw_conv(
     def draw(normal: _Draw, eps: float, scale: float) -> Arguments:
         size = (side - 1) * stride + taps
         x = normal.near(size * size, eps, inner).reshape(BATCH, size, size, inner)
-        # In no order: a sum that runs along signs which alternate never grows, and `jax.grad`, which
-        # adds up in that order, is a hundred times more accurate there than for any other order.
+        # In no order: a sum that runs along signs which alternate never grows, and `jax.grad`,
+        # which adds up in that order, is a hundred times more accurate there than for any other.
         c = normal.alternating(side * side, eps, outer)[:, normal.rng.permutation(side * side)]
         c = c.reshape(BATCH, side, side, outer)
         return {"w": normal(taps, taps, inner // groups, outer) / 9}, x * scale, c

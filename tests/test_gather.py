@@ -41,14 +41,12 @@ class LookUp:
         numbers = lax.GatherDimensionNumbers(
             self.offset, self.collapsed, self.mapped, self.table_batch, self.indices_batch
         )
-        return lax.gather_p.bind(
+        return lax.gather(
             table,
             indices,
             dimension_numbers=numbers,
             slice_sizes=self.sizes,
-            indices_are_sorted=False,
-            unique_indices=False,
-            mode=lax.GatherScatterMode.from_any(self.mode),
+            mode=self.mode,
             fill_value=0.5 if self.mode == "fill" else None,
         )
 

@@ -8,6 +8,7 @@ earlier (``dynamic_slice`` clamps), which is the gather's mode "clip".
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -96,23 +97,25 @@ def as_gather(
     # A gather of whole rows, as its rule knows them, has no axis for the place of the row.
     collapsed = mapped if all(sizes[d] == 1 for d in mapped) else ()
     kept = tuple(size for d, size in enumerate(sizes) if d not in collapsed)
-    params = {
-        "dimension_numbers": jax.lax.GatherDimensionNumbers(
-            offset_dims=tuple(range(len(kept))),
-            collapsed_slice_dims=collapsed,
-            start_index_map=mapped,
-        ),
-        "slice_sizes": sizes,
-        "indices_are_sorted": False,
-        "unique_indices": False,
-        "mode": jax.lax.GatherScatterMode.CLIP,
-        "fill_value": None,
-    }
+    numbers = jax.lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(len(kept))),
+        collapsed_slice_dims=collapsed,
+        start_index_map=mapped,
+    )
+    index = jax.ShapeDtypeStruct((len(mapped),), dtype)
+    (equation,) = jax.make_jaxpr(
+        functools.partial(
+            jax.lax.gather,
+            dimension_numbers=numbers,
+            slice_sizes=sizes,
+            mode=jax.lax.GatherScatterMode.CLIP,
+        )
+    )(table, index).eqns
     gather = dataclasses.replace(
         site,
         primitive=primitives.gather_p,
-        params=params,
-        operands=(table, jax.ShapeDtypeStruct((len(mapped),), dtype)),
+        params=equation.params,
+        operands=(table, index),
         out=jax.ShapeDtypeStruct(kept, site.out.dtype),
     )
     return gather, (indices,), cotangent.reshape(*front, *kept)

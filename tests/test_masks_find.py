@@ -208,6 +208,41 @@ def test_masks_known_at_run_time(kernel):
     np.testing.assert_array_equal(exact(WEIGHT, RASTER, poisoned)[:, :3], clean[:, :3])
 
 
+COMPLEX_WEIGHT = (WEIGHT + 1j * WEIGHT[::-1]).astype(np.complex64)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "at run time"])
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        lambda w, m: m * w,
+        lambda w, m: m.astype(bool) * w,
+        lambda w, m: jnp.where(m > 0, w, 0),
+        lambda w, m: lax.complex(m * w.real, m * w.imag),
+    ],
+    ids=["integers", "truth values", "selected", "by parts"],
+)
+def test_kernels_of_complex_numbers(kernel, known):
+    mask = RASTER.astype(np.int32)
+    image = IMAGE.astype(np.complex64)
+    fun = lambda w, m, x: conv(x, kernel(w, mask if known else m))  # noqa: E731
+    exact = jax.jit(exact_masks(fun))
+    poisoned = image.copy()
+    poisoned[:, 3:] = np.nan
+    clean = exact(COMPLEX_WEIGHT, mask, image)
+    np.testing.assert_allclose(clean, fun(COMPLEX_WEIGHT, mask, image), atol=1e-5)
+    np.testing.assert_array_equal(exact(COMPLEX_WEIGHT, mask, poisoned)[:, :3], clean[:, :3])
+
+
+def test_a_mask_of_one_part_of_a_complex_number_is_none():
+    fun = lambda w, m, x: conv(x, lax.complex(m * w.real, w.imag))  # noqa: E731
+    mask, image = RASTER.astype(np.int32), IMAGE.astype(np.complex64)
+    assert at_run_time(fun, COMPLEX_WEIGHT, mask, image) == []
+    np.testing.assert_allclose(
+        exact_masks(fun)(COMPLEX_WEIGHT, mask, image), fun(COMPLEX_WEIGHT, mask, image), atol=1e-5
+    )
+
+
 def test_a_learnt_scale_is_no_mask():
     fun = lambda w, g, x: conv(x, g * w)  # noqa: E731
     assert at_run_time(fun, WEIGHT, RASTER, IMAGE) == []

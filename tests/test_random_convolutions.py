@@ -13,10 +13,14 @@ def test_convolutions_drawn_at_random():
     assert not complaints, "\n".join(complaints)
 
 
-# Wrong once: no result at all, groups in float64 under a mask, a scalar that masks all.
-@pytest.mark.parametrize("index", [689, 2531, 14997, 34834, 3458, 17877, 24907])
-def test_draws_that_were_wrong_once(index):
-    assert complaint_of(10, index) is None
+# Wrong once: no result at all, groups in float64 under a mask, a scalar that masks all; a mask of
+# integers on complex weights.
+@pytest.mark.parametrize(
+    "seed, index",
+    [*((10, i) for i in (689, 2531, 14997, 34834, 3458, 17877, 24907)), (0, 150)],
+)
+def test_draws_that_were_wrong_once(seed, index):
+    assert complaint_of(seed, index) is None
 
 
 def test_all_kinds_are_drawn():

@@ -215,7 +215,7 @@ class Knowledge:
             return of(0) if params["y"] > 0 else None
         if primitive is p.mul_p:
             return of(0) | of(1)
-        if primitive in (p.add_p, p.sub_p):
+        if primitive in (p.add_p, p.sub_p, p.complex_p):
             return of(0) & of(1)
         if primitive is p.select_n_p:
             return self._selected_zeros(equation, [of(i) for i in range(1, len(equation.inputs))])
@@ -269,8 +269,32 @@ class Knowledge:
             masks = [operand for operand in equation.inputs if self.looks_like_mask(operand)]
             yield from (RunTimeMask(operand, 0, layout, shape) for operand in masks)
             follow = tuple(operand for operand in equation.inputs if operand not in masks)
+        elif primitive is p.complex_p:
+            # A product of a real and a complex array is one of each part in jax from 0.12.1 on.
+            # What masks both parts masks the number.
+            real, imaginary = (
+                list(self._run_time_masks(operand, layout, shape, depth + 1))
+                for operand in equation.inputs
+            )
+            alike = set(map(self._identity, real)) & set(map(self._identity, imaginary))
+            yield from (mask for mask in real if self._identity(mask) in alike)
         for operand in follow:
             yield from self._run_time_masks(operand, layout, shape, depth + 1)
+
+    def _identity(self, mask: RunTimeMask) -> tuple[Any, ...]:
+        """What is the same for masks that let the same entries act."""
+        variable = mask.variable
+        while True:
+            equation = self._maker.get(variable)
+            if equation is None or equation.primitive is not p.convert_element_type_p:
+                break
+            source = self.program.avals[equation.inputs[0]].dtype
+            target = self.program.avals[variable].dtype
+            integer = jnp.issubdtype(source, jnp.integer) and jnp.issubdtype(target, jnp.inexact)
+            if not (integer or jnp.issubdtype(source, jnp.bool_)):
+                break  # What is not zero may have become it.
+            variable = equation.inputs[0]
+        return variable, mask.zero, tuple(id(equation) for _, equation in mask.layout)
 
     def _is_settled(self, variable: int) -> bool:
         """Whether it is known before where a variable is zero, in all steps of a loop alike."""

@@ -243,6 +243,25 @@ def test_a_mask_of_one_part_of_a_complex_number_is_none():
     )
 
 
+@pytest.mark.parametrize(
+    "step",
+    [lambda w, s: w * w, lambda w, s: s * w, lambda w, s: lax.complex(s * w.real, s * w.imag)],
+    ids=["squares", "scales", "scales of both parts"],
+)
+def test_the_work_does_not_double_with_each_product(step):
+    """A kernel may be used twice at each of many steps, as in an iteration on it."""
+
+    def kernel(w, s, m):
+        w = m * w
+        for i in range(25):
+            w = step(w, s[i])
+        return w
+
+    scales, mask = np.ones(25, np.float32), RASTER.astype(np.int32)
+    fun = lambda w, s, m, x: conv(x, kernel(w, s, m))  # noqa: E731
+    assert at_run_time(fun, COMPLEX_WEIGHT, scales, mask, IMAGE.astype(np.complex64)) == [True]
+
+
 def test_a_learnt_scale_is_no_mask():
     fun = lambda w, g, x: conv(x, g * w)  # noqa: E731
     assert at_run_time(fun, WEIGHT, RASTER, IMAGE) == []

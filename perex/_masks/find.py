@@ -47,20 +47,18 @@ class RunTimeMask:
       zero: its value where the kernel is masked.
       layout: the rearrangements from there to the kernel, in order, each with the shape of its
         operand: products and sums on the way may have broadcast the mask to it.
-      shape: the kernel's.
     """
 
     variable: int
     zero: int
-    layout: tuple[tuple[tuple[int, ...], Equation], ...]
-    shape: tuple[int, ...]
+    layout: tuple[tuple[tuple[int, ...], Equation], ...] = ()
 
-    def acts(self, value: jax.Array) -> jax.Array:
+    def acts(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """Returns a boolean array of the kernel's shape, False where the kernel is masked."""
         value = value != self.zero
-        for shape, equation in self.layout:
-            value = equation.primitive.bind(jnp.broadcast_to(value, shape), **equation.params)
-        return jnp.broadcast_to(value, self.shape)
+        for operand, equation in self.layout:
+            value = equation.primitive.bind(jnp.broadcast_to(value, operand), **equation.params)
+        return jnp.broadcast_to(value, shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,7 +80,7 @@ class Found:
         """Evaluates the equation; ``values`` holds the variables of ``self.masks``."""
         if not self.masks:
             return self.plan.convolve(x, kernel)
-        acts = [mask.acts(values[mask.variable]) for mask in self.masks]
+        acts = [mask.acts(values[mask.variable], kernel.shape) for mask in self.masks]
         if self.known is not None:
             acts.append(jnp.asarray(self.known))
         return self.plan.convolve(x, kernel, functools.reduce(jnp.logical_and, acts))
@@ -114,6 +112,7 @@ class Knowledge:
         self._maker = {v: e for e in program.equations for v in e.outputs}
         self._memo: dict[int, Any] = {}
         self._zeros_memo: dict[int, np.ndarray | None] = {}
+        self._masks_memo: dict[int, tuple[RunTimeMask, ...]] = {}
 
     def find(self, equation: Equation) -> Found | None:
         """Returns the mask of a convolution, or None where it has none.
@@ -130,7 +129,7 @@ class Knowledge:
         if kernel in self.program.constants:
             return None  # zeros in an array that is just given are not known to be a mask
         zeros = self.zeros(kernel)
-        masks = tuple(self._run_time_masks(kernel, (), self.program.avals[kernel].shape, 0))
+        masks = self._run_time_masks(kernel)
         if not masks or (zeros is not None and zeros.all()):
             return None if zeros is None else Found(plan_known(~zeros, equation.params))
         known = None if zeros is None else ~zeros
@@ -239,47 +238,47 @@ class Knowledge:
         which = np.broadcast_to(np.asarray(which).astype(int), cases[0].shape)
         return np.take_along_axis(np.stack(cases), which[None], 0)[0]
 
-    def _run_time_masks(
-        self,
-        variable: int,
-        layout: tuple[tuple[tuple[int, ...], Equation], ...],
-        shape: tuple[int, ...],
-        depth: int,
-    ) -> Iterator[RunTimeMask]:
-        """Yields the masks of a variable that comes to the kernel of that shape by ``layout``."""
+    def _run_time_masks(self, variable: int, depth: int = 0) -> tuple[RunTimeMask, ...]:
+        """Returns the masks of a variable that become known only at run time, each once."""
+        if variable not in self._masks_memo:
+            found = self._find_masks(variable, depth) if depth <= _DEEPEST else ()
+            unique = {self._identity(mask): mask for mask in found}
+            self._masks_memo[variable] = tuple(unique.values())
+        return self._masks_memo[variable]
+
+    def _find_masks(self, variable: int, depth: int) -> Iterator[RunTimeMask]:
         equation = self._maker.get(variable)
-        if equation is None or depth > _DEEPEST:
+        if equation is None:
             return
-        primitive, follow = equation.primitive, ()
+
+        def of(position: int) -> tuple[RunTimeMask, ...]:
+            return self._run_time_masks(equation.inputs[position], depth + 1)
+
+        primitive = equation.primitive
         if primitive in _LAYOUT:
-            operand = equation.inputs[0]
-            layout = ((self.program.avals[operand].shape, equation), *layout)
-            follow = (operand,)
+            step = (self.program.avals[equation.inputs[0]].shape, equation)
+            yield from (RunTimeMask(m.variable, m.zero, (*m.layout, step)) for m in of(0))
         elif primitive in _ZERO_TO_ZERO:
-            follow = equation.inputs
+            yield from of(0)
         elif primitive is p.select_n_p and len(equation.inputs) == 3:
             which, *cases = equation.inputs
             for number, case in enumerate(cases):
                 zeros = self.zeros(case)
                 if zeros is not None and zeros.all():
                     if not self._is_settled(which):
-                        yield RunTimeMask(which, number, layout, shape)
-                    follow = (cases[1 - number],)
+                        yield RunTimeMask(which, number)
+                    yield from of(2 - number)
         elif primitive is p.mul_p:
-            masks = [operand for operand in equation.inputs if self.looks_like_mask(operand)]
-            yield from (RunTimeMask(operand, 0, layout, shape) for operand in masks)
-            follow = tuple(operand for operand in equation.inputs if operand not in masks)
+            for position, operand in enumerate(equation.inputs):
+                if self.looks_like_mask(operand):
+                    yield RunTimeMask(operand, 0)
+                else:
+                    yield from of(position)
         elif primitive is p.complex_p:
             # A product of a real and a complex array is one of each part in jax from 0.12.1 on.
             # What masks both parts masks the number.
-            real, imaginary = (
-                list(self._run_time_masks(operand, layout, shape, depth + 1))
-                for operand in equation.inputs
-            )
-            alike = set(map(self._identity, real)) & set(map(self._identity, imaginary))
-            yield from (mask for mask in real if self._identity(mask) in alike)
-        for operand in follow:
-            yield from self._run_time_masks(operand, layout, shape, depth + 1)
+            imaginary = set(map(self._identity, of(1)))
+            yield from (mask for mask in of(0) if self._identity(mask) in imaginary)
 
     def _identity(self, mask: RunTimeMask) -> tuple[Any, ...]:
         """What is the same for masks that let the same entries act."""
@@ -294,7 +293,8 @@ class Knowledge:
             if not (integer or jnp.issubdtype(source, jnp.bool_)):
                 break  # What is not zero may have become it.
             variable = equation.inputs[0]
-        return variable, mask.zero, tuple(id(equation) for _, equation in mask.layout)
+        layout = ((shape, step.primitive, str(step.params)) for shape, step in mask.layout)
+        return (variable, mask.zero, *layout)
 
     def _is_settled(self, variable: int) -> bool:
         """Whether it is known before where a variable is zero, in all steps of a loop alike."""

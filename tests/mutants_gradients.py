@@ -316,7 +316,7 @@ _MASKS = (
         "return zeros.all(0) if sliced and zeros is not None else zeros",
         "return zeros.any(0) if sliced and zeros is not None else zeros",
         "a mask of one step of a loop is that of all",
-        ("tests/test_masks_find.py", "tests/test_masks_broadcast.py"),
+        ("tests/test_masks_broadcast.py::test_a_mask_of_each_step_masks_that_step_alone",),
     ),
 )
 

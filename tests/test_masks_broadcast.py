@@ -251,3 +251,25 @@ def test_a_stacked_mask_that_is_the_same_in_all_steps_stays_known():
     other[1, ..., 1] = False
     text = str(jax.make_jaxpr(perex.exact_masks(lambda w: fun(w, other)))(WEIGHT))
     assert "conv_general_dilated" not in text
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["in the step", "before the scan"])
+@pytest.mark.parametrize("argument", [True, False], ids=["argument", "constant"])
+def test_a_mask_of_each_step_masks_that_step_alone(inside, argument):
+    masks = np.ones((3, *SHAPE[:-1], 6), bool)
+    masks[0, ..., 1] = masks[1, 0] = masks[2, ..., 1] = False
+    step = lambda total, w_m: (total + conv(IMAGES, w_m[0] * w_m[1]), None)  # noqa: E731
+
+    def fun(w, masks):
+        kernels = jnp.stack([w, 2 * w, w])
+        if not inside:
+            kernels, masks = kernels * masks, jnp.ones(3)
+        return lax.scan(step, jnp.zeros((3, 3, 2, 6)), (kernels, masks))[0]
+
+    def square(exact):
+        one = lambda w, m: fun(w, m if argument else masks)  # noqa: E731
+        return lambda w: jnp.sum((perex.exact_masks(one) if exact else one)(w, masks) ** 2)
+
+    found, expected = (jax.value_and_grad(square(exact))(WEIGHT) for exact in (True, False))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -349,6 +349,24 @@ def test_promises_that_are_broken(x64):
     check_rule(RULE, site, (ids,), cotangent, expected, ROUNDING)
 
 
+def test_what_one_use_promises_of_its_ids_is_not_promised_of_several():
+    """Two uses of the same rows: XLA may drop one of them where ids are said to be unique."""
+    table, ids = np.zeros((7, 3)), np.zeros((2, 1), np.int32)
+    take = lambda t, i: lax.gather(  # noqa: E731
+        t,
+        i,
+        lax.GatherDimensionNumbers((1,), (0,), (0,)),
+        (1, 3),
+        indices_are_sorted=True,
+        unique_indices=True,
+    )
+    site = site_of(take, 0, table, ids)
+    assert site.params["indices_are_sorted"] and site.params["unique_indices"]
+    inputs, cotangent = (np.zeros((5, 4, 2, 1), np.int32),), np.ones((5, 4, 2, 3))
+    merged, _, _ = RULE.merge_repeats(site, inputs, cotangent)
+    assert not merged.params["indices_are_sorted"] and not merged.params["unique_indices"]
+
+
 @pytest.mark.parametrize("bag", [(), (3,)], ids=["ids", "bags"])
 def test_memory_of_many_tables(bag):
     """Clipping holds no table for each example, where tables are vmapped over."""

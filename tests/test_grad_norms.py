@@ -105,6 +105,33 @@ def test_large_leaves_in_float32(case):
     np.testing.assert_allclose(actual, expected, rtol=2e-5)
 
 
+def test_a_parameter_that_is_broadcast_before_it_is_used():
+    """The gradient of the leaf is a sum over copies: its norm is not that of the operand's."""
+    w, x = np.float32(normal(20000)), np.float32(batch(2, 8))
+
+    def loss(w, x):
+        return jnp.sum(jnp.sin(x @ jnp.broadcast_to(w, (8, *w.shape))))
+
+    actual = jax.jit(perex.grad_norms(loss))(w, x)
+    with jax.enable_x64(True):
+        expected = norms_of(loop(loss)(*to_float64((w, x)))[2])
+    np.testing.assert_allclose(actual, expected, rtol=2e-5)
+
+
+def test_look_ups_of_different_lengths_in_one_table():
+    """Two sites; their gradients meet in the rows that both look up, and in no others."""
+    table, ids = np.float32(normal(3000, 16)), np.array([[1, 1, 7, 9, 1], [0, 5, 2, 4, 3]])
+
+    def loss(table, ids):
+        return jnp.sum(jnp.sin(table[ids[:2]])) + jnp.sum(jnp.cos(table[ids[2:]]))
+
+    gradients = perex.grad(loss, factored=True)(table, ids)
+    assert len(gradients.uses) == 2 and gradients.way().way == "gram"
+    with jax.enable_x64(True):
+        expected = norms_of(loop(loss)(*to_float64((table, ids)))[2])
+    np.testing.assert_allclose(perex.grad_norms(loss)(table, ids), expected, rtol=2e-5)
+
+
 @EACH
 def test_norms_far_from_one_neither_underflow_nor_overflow(case):
     fun, w, x = case

@@ -133,6 +133,20 @@ def test_other_preparations_are_not_mistaken():
         np.testing.assert_allclose(squares(gradient), expected, rtol=1e-4)
 
 
+def test_uses_that_are_prepared_alike_but_not_the_same_stay_apart():
+    """Two uses in one loss whose preparations have the same equations, wired differently."""
+    w, x = np.float32(normal(64, 64)), np.float32(batch(4, 64))
+
+    def fun(w, x):
+        y = jnp.square(x @ (jnp.sin(w) - w))
+        return jnp.sum(y) + jnp.sum(jnp.square((2 * x) @ (w - jnp.sin(w)) + x))
+
+    (gradient,) = factors_of(fun, w, x)
+    expected = jax.vmap(jax.grad(fun), (None, 0))(w, x)
+    np.testing.assert_allclose(gradient.materialize(), expected, rtol=1e-4, atol=1e-3)
+    assert len(gradient.uses) == 2
+
+
 @EACH
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_weight_zero_keeps_a_bad_example_out(case, bad):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jaxprs import largest_intermediate
 from losses import normal
-from oracle import assert_trees_close, loop
+from oracle import assert_trees_close, loop, to_float64
 from test_clipped_grad import EVERY, clipped_by_hand
 from test_grad_norms import norms_of, total
 
@@ -59,6 +59,28 @@ def layered(params, x):
 
 PARAMS = tuple(np.float32(normal(LAYERS, DIM, DIM)) for _ in range(4))
 XS = np.float32(normal(BATCH, POSITIONS, DIM))
+
+
+def test_a_weight_of_each_layer_at_every_step_of_time():
+    """Its gradient, smaller than what it is made of, adds up over time and not over layers."""
+    params, xs = np.float32(0.3 * normal(3, 4, 4)), np.float32(normal(BATCH, POSITIONS, 4))
+
+    def loss(params, xs):
+        def layer(xs, w):
+            def step(h, x):
+                h = jnp.sin(h @ w + x)
+                return h, h
+
+            return jax.lax.scan(step, jnp.zeros(4, xs.dtype), xs)[1], None
+
+        return jnp.sum(jax.lax.scan(layer, xs, params)[0] ** 2)
+
+    with jax.enable_x64(True):
+        gradients = loop(loss)(*to_float64((params, xs)))[2]
+    expected, norms = clipped_by_hand(gradients, clip := float(np.median(norms_of(gradients))))
+    actual, stats = jax.jit(perex.clipped_grad(loss, clip, save_memory=True))(params, xs)
+    np.testing.assert_allclose(stats.norms, norms, rtol=2e-5)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def temporaries(fun, *args):

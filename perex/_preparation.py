@@ -9,7 +9,6 @@ is the same for all examples.
 from __future__ import annotations
 
 import dataclasses
-from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -43,14 +42,14 @@ def prepare(
       The operand, with an axis in front for each scan in which it differs from step to step.
     """
     if not chain:
-        return _compute(plan, (variable,), values)[0]
+        return plan.program.evaluate((variable,), values)[0]
     (region, number), *rest = chain
     body, inner = region.form.bodies[number], region.plans[number]
     required = sorted(required_inputs(inner, tuple(rest), variable))
     position = {v: p for p, v in enumerate(body.program.inputs)}
     positions = [position[v] for v in required]
     outer = tuple(region.equation.inputs[body.operands[p]] for p in positions)
-    operands = _compute(plan, outer, values)
+    operands = plan.program.evaluate(outer, values)
 
     def within(*operands: Any) -> Any:
         named = dict(zip(required, operands, strict=True))
@@ -60,17 +59,6 @@ def prepare(
     if any(axis == 0 for axis in axes):
         return jax.vmap(within, in_axes=axes)(*operands)
     return within(*operands)
-
-
-def _compute(plan: Plan, variables: tuple[int, ...], values: Mapping[int, Any]) -> list[Any]:
-    # Constants are many in a long program: only those that are read are looked up.
-    environment: ChainMap[int, Any] = ChainMap(dict(values), plan.program.constants)
-    for variable in variables:
-        for equation in plan.preparation(variable)[0]:
-            if equation.outputs[0] not in environment:
-                results = equation.bind([environment[v] for v in equation.inputs])
-                environment.update(zip(equation.outputs, results, strict=True))
-    return [environment[v] for v in variables]
 
 
 def required_inputs(

@@ -3,17 +3,21 @@
 A `Program` is a jaxpr brought into the form that planning and evaluation want: variables are
 integers, literals and closed-over arrays are named constants, nested jits are written out in place,
 and equations whose results nobody uses are gone. Control flow (``scan``, ``cond``, ``checkpoint``,
-…) and functions with custom derivatives stay single equations.
+…) and functions with custom derivatives stay single equations. A scan whose carry holds a counter
+(so do those that ``fori_loop`` makes) becomes one that is given the counter's values: what is
+computed from a slice can be computed for all steps at once, such as the layer with that number.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from perex import _compat
 
@@ -90,6 +94,17 @@ class Program:
             self._preparations[variable] = equations, self._input_set & needed
         return self._preparations[variable]
 
+    def evaluate(self, variables: Sequence[int], values: Mapping[int, Any]) -> list[Any]:
+        """Returns the values of variables, from those of the inputs that they are computed from."""
+        # Constants are many in a long program: only those that are read are looked up.
+        environment: ChainMap[int, Any] = ChainMap(dict(values), self.constants)
+        for variable in variables:
+            for equation in self.preparation(variable)[0]:
+                if equation.outputs[0] not in environment:
+                    results = equation.bind([environment[v] for v in equation.inputs])
+                    environment.update(zip(equation.outputs, results, strict=True))
+        return [environment[v] for v in variables]
+
 
 class _Flattener:
     """Writes equations out in place, under fresh names."""
@@ -125,6 +140,8 @@ class _Flattener:
         for equation in jaxpr.eqns:
             inputs = tuple(map(read, equation.invars))
             body = _compat.call_jaxpr(equation)
+            if body is None and equation.primitive is _compat.primitives.scan_p:
+                body = _with_counters_given(equation)
             if body is not None:
                 outputs = tuple(self.inline(body, inputs))
             else:
@@ -150,6 +167,70 @@ def flatten(jaxpr: Any) -> Program:
             live.update(equation.inputs)
     constants = {v: c for v, c in flattener.constants.items() if v in live}
     return Program(inputs, constants, tuple(reversed(kept)), outputs, tuple(flattener.avals))
+
+
+def _with_counters_given(equation: Any) -> Any | None:
+    """Returns the jaxpr of a scan that is given its counters, or None where it carries none."""
+    params = equation.params
+    jaxpr, _ = _compat.split_closed_jaxpr(params["jaxpr"])
+    consts, carry = _compat.scan_operand_counts(params)
+    carries = range(consts, consts + carry)
+    if not any(_is_counter(jaxpr.invars[i].aval) for i in carries):
+        return None
+    program = flatten(params["jaxpr"])
+    counters = _counters(program, carries)
+    nothing_else = len(counters) == len(program.inputs)
+    if not counters or nothing_else or any(e.source.effects for e in program.equations):
+        return None
+    others = [i for i in carries if i not in counters]
+    left = [program.outputs[i - consts] for i in others] + list(program.outputs[carry:])
+
+    def values(positions: Sequence[int], operands: Sequence[Any]) -> dict[int, Any]:
+        return dict(zip((program.inputs[i] for i in positions), operands, strict=True))
+
+    def scan(*operands: Any) -> list[Any]:
+        constants = values(range(consts), operands[:consts])
+        options = {"length": params["length"], "reverse": params["reverse"]}
+
+        def count(now: list[Any], _: None) -> tuple[list[Any], list[Any]]:
+            after = [program.outputs[i - consts] for i in counters]
+            return program.evaluate(after, values(counters, now)), now
+
+        def step(now: list[Any], xs: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            counted, slices = xs
+            given = values(counters, counted) | values(others, now)
+            slices = values(range(consts + carry, len(program.inputs)), slices)
+            results = program.evaluate(left, constants | given | slices)
+            return results[: len(others)], results[len(others) :]
+
+        last, counted = jax.lax.scan(count, [operands[i] for i in counters], None, **options)
+        xs = counted, list(operands[consts + carry :])
+        initial = [operands[i] for i in others]
+        final, stacked = jax.lax.scan(step, initial, xs, unroll=params["unroll"], **options)
+        carried = dict(zip(counters, last, strict=True)) | dict(zip(others, final, strict=True))
+        return [*(carried[i] for i in carries), *stacked]
+
+    with _compat.equation_scope(equation):
+        return jax.make_jaxpr(scan)(*(v.aval for v in equation.invars))
+
+
+def _is_counter(aval: Any) -> bool:
+    return aval.shape == () and jnp.issubdtype(aval.dtype, jnp.integer)
+
+
+def _counters(program: Program, carries: range) -> list[int]:
+    """Returns the integers in a carry that are computed from nothing but each other."""
+    counters = {i for i in carries if _is_counter(program.avals[program.inputs[i]])}
+    while True:
+        known = {program.inputs[i] for i in counters}
+        left = {
+            i
+            for i in counters
+            if program.preparation(program.outputs[i - carries.start])[1] <= known
+        }
+        if left == counters:
+            return sorted(counters)
+        counters = left
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

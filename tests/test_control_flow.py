@@ -1,5 +1,6 @@
 """Sites inside scan, cond and checkpoint keep their fast rules and stay exact."""
 
+import functools
 import traceback
 
 import jax
@@ -170,23 +171,112 @@ def test_slices_at_a_place_that_the_example_names():
     assert not modes.fallbacks(loss, params, *batch)
 
 
-def test_weights_chosen_by_the_counter():
-    def by_slice(params, x):
-        return jnp.sum(
-            lax.scan(lambda x, i: (layer(params[i], x), None), x, jnp.arange(len(params)))[0] ** 2
-        )
+def by_slice(params, x):
+    return lax.scan(lambda x, i: (layer(params[i], x), None), x, jnp.arange(len(params)))[0]
 
-    def by_carry(params, x):
+
+def by_carry(params, x):
+    def body(i, x):
+        return layer(lax.dynamic_index_in_dim(params, i, keepdims=False), x)
+
+    return lax.fori_loop(0, len(params), body, x)
+
+
+def by_numbers(params, x, number, **options):
+    """Two counters, one of which says how far the other goes; a third belongs to the example."""
+
+    def step(carry, c):
+        i, stride, x, own = carry
+        x = layer(params[i % len(params)], x) * jnp.cos(own) + c
+        return (i + stride, stride + 1, x, own * 2), x
+
+    first, last = jnp.int32(len(params) - 1), jnp.int32(2)
+    (first, last, x, own), xs = lax.scan(
+        step, (first, last, x, number), jnp.arange(4.0, dtype=x.dtype), **options
+    )
+    return x * last + xs.sum(0) * (first + own)
+
+
+def by_carry_alone(params, x):
+    step = lambda i, _: (i + 1, layer(params[i], x))  # noqa: E731
+    return lax.scan(step, jnp.int32(0), None, len(params))[1].sum(0)
+
+
+def in_two_loops(params, x):
+    def outer(i, x):
+        return lax.fori_loop(0, 2, lambda j, x: layer(params[(i + j) % 3], x), x)
+
+    return lax.fori_loop(0, 2, outer, x)
+
+
+def by_checkpointed(params, x):
+    return jax.checkpoint(by_carry)(params, x)
+
+
+NUMBERS = jnp.array([1, 5, 2])
+
+
+@pytest.mark.parametrize(
+    ("fun", "more"),
+    [
+        (by_slice, ()),
+        (by_carry, ()),
+        (by_numbers, (NUMBERS,)),
+        (functools.partial(by_numbers, reverse=True, unroll=2), (NUMBERS,)),
+        (by_carry_alone, ()),
+        (in_two_loops, ()),
+        (by_checkpointed, ()),
+    ],
+    ids=["slice", "carry", "numbers", "reverse", "carry alone", "two loops", "checkpoint"],
+)
+def test_weights_chosen_by_the_counter(fun, more):
+    params, batch = normal(3, DIM, DIM), (normal(BATCH, DIM), *more)
+    loss = lambda *args: jnp.sum(fun(*args) ** 2)  # noqa: E731
+    modes.check(loss, params, *batch)
+    assert not modes.fallbacks(loss, params, *batch)
+
+
+def test_weights_chosen_by_the_counter_are_not_held_for_each_example():
+    params, x = jnp.ones((3, 256, 256)), jnp.ones((64, 256))
+    step = perex.clipped_grad(lambda params, x: jnp.sum(by_carry(params, x)), 1.0)
+    memory = jax.jit(step).lower(params, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 20 * params.nbytes
+
+
+@pytest.mark.parametrize("of_the_example", [False, True])
+def test_weights_chosen_by_what_the_loop_computes(of_the_example):
+    """What a parameter or an example has a part in is no counter."""
+
+    def loss(params, x, number):
+        def step(carry, _):
+            i, x = carry
+            last = number if of_the_example else (params[0, 0, 0] > 0).astype(int)
+            return ((i + 1 + last) % len(params), layer(params[i], x)), None
+
+        return jnp.sum(lax.scan(step, (jnp.int64(0), x), length=3)[0][1] ** 2)
+
+    params, batch = normal(3, DIM, DIM), (normal(BATCH, DIM), NUMBERS)
+    modes.check(loss, params, *batch)
+    if not of_the_example:
+        assert "what a loop carries from step to step" in modes.uses(loss, params, *batch)
+
+
+def test_effects_in_a_loop_happen_once_a_step():
+    seen = []
+
+    def loss(params, x):
         def body(i, x):
-            return layer(lax.dynamic_index_in_dim(params, i, keepdims=False), x)
+            jax.debug.callback(lambda i: seen.append(int(i)), i)
+            return layer(params[i], x)
 
-        return jnp.sum(lax.fori_loop(0, len(params), body, x) ** 2)
+        return jnp.sum(lax.fori_loop(0, 3, body, x))
 
-    params, batch = normal(3, DIM, DIM), normal(BATCH, DIM)
-    modes.check(by_slice, params, batch)
-    assert not modes.fallbacks(by_slice, params, batch)
-    modes.check(by_carry, params, batch)
-    assert "what a loop carries from step to step" in modes.uses(by_carry, params, batch)
+    params, x = normal(3, DIM, DIM), normal(1, DIM)
+    found = jax.jit(perex.grad(loss))(params, x)
+    jax.effects_barrier()
+    assert sorted(seen) == [0, 1, 2]
+    expected = jax.grad(lambda params, x: jnp.sum(by_carry(params, x)))(params, x[0])
+    np.testing.assert_allclose(found[0], expected, rtol=1e-9)
 
 
 def test_parameter_in_a_carry():

@@ -194,6 +194,8 @@ def test_frameworks(make):
         lambda w, m: ((m > 0).transpose(3, 2, 0, 1) * w.transpose(3, 2, 0, 1)).transpose(
             2, 3, 1, 0
         ),
+        lambda w, m: (w * (m > 0)) / jnp.sqrt(jnp.sum(w**2, (0, 1, 2))),
+        lambda w, m: ((m > 0) * w) ** 3,
     ],
 )
 def test_masks_known_at_run_time(kernel):

@@ -207,11 +207,9 @@ class Knowledge:
             zeros = self.zeros(operand, depth + 1)
             return np.zeros(self.program.avals[operand].shape, bool) if zeros is None else zeros
 
-        primitive, params = equation.primitive, equation.params
-        if primitive in _ZERO_TO_ZERO or primitive is p.div_p:
+        primitive = equation.primitive
+        if _first_keeps_zeros(equation):
             return of(0)
-        if primitive is p.integer_pow_p:
-            return of(0) if params["y"] > 0 else None
         if primitive is p.mul_p:
             return of(0) | of(1)
         if primitive in (p.add_p, p.sub_p, p.complex_p):
@@ -258,7 +256,7 @@ class Knowledge:
         if primitive in _LAYOUT:
             step = (self.program.avals[equation.inputs[0]].shape, equation)
             yield from (RunTimeMask(m.variable, m.zero, (*m.layout, step)) for m in of(0))
-        elif primitive in _ZERO_TO_ZERO:
+        elif _first_keeps_zeros(equation):
             yield from of(0)
         elif primitive is p.select_n_p and len(equation.inputs) == 3:
             which, *cases = equation.inputs
@@ -339,6 +337,13 @@ class Knowledge:
             if equation.primitive not in _KEEPS_MASK and equation.primitive not in _LAYOUT:
                 return False
             variable = equation.inputs[0]
+
+
+def _first_keeps_zeros(equation: Equation) -> bool:
+    """Whether the result is zero wherever the first operand is."""
+    if equation.primitive is p.integer_pow_p:
+        return equation.params["y"] > 0
+    return equation.primitive in _ZERO_TO_ZERO or equation.primitive is p.div_p
 
 
 def _rearrange(equation: Equation, *zeros: np.ndarray) -> np.ndarray:
